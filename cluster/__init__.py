@@ -1,0 +1,1 @@
+"""What people start and talk to: gateway, controller, client, command line, configuration."""
