@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from outrider.cluster.config import ServiceConfig
+from outrider.cluster.placement import Handle
 from outrider.cluster.status import ServiceStatus
+from outrider.cluster.threads import use_threads
 from outrider.verifier.types import GenerationRequest, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -35,40 +36,35 @@ class Loaded:
 class DrafterActor:
     """A drafter as an actor: `round` is the whole data plane."""
 
-    def __init__(self, config: ServiceConfig) -> None:
+    def __init__(self, config: ServiceConfig, name: str) -> None:
         self._config = config
-        self._drafter: Any = None
+        self._name = name
+        self._endpoint: Any = None
         self._facts: dict[str, Any] = {}
 
     def load(self) -> Loaded:
         """Reads the head; returns what it runs on."""
-        from outrider.cluster.loading import load_drafter, use_threads
-
         try:
             threads = use_threads(self._config.resources.drafter_threads)
-            self._drafter, facts = load_drafter(self._config)
+            from outrider.cluster.endpoints import DraftEndpoint
+            from outrider.cluster.loading import load_drafter
+
+            drafter, facts = load_drafter(self._config, self._name)
+            self._endpoint = DraftEndpoint(drafter, self._config.draft.max_support)
         except Exception as error:  # the process edge: the controller gets one line
             return _not_loaded(error)
         self._facts = {**_place(), "threads": threads, **facts}
         return Loaded(facts=self._facts)
 
     def attach(self) -> bytes:
-        """The head's FeatureSpec."""
-        from outrider.protos.codec import encode
+        """The head's FeatureSpec, encoded."""
+        spec: bytes = self._endpoint.attach()
+        return spec
 
-        return encode(self._drafter.feature_spec())
-
-    def round(self, opens: Sequence[bytes], verdict: bytes | None, closes: Sequence[bytes]) -> bytes:
-        """Forgets, learns of, and drafts for requests; empty where no verdict came."""
-        from outrider.protos.codec import decode, encode
-
-        for data in closes:
-            self._drafter.close(decode(data))
-        for data in opens:
-            self._drafter.open(decode(data))
-        if verdict is None:
-            return b""
-        return encode(self._drafter.propose(decode(verdict)))
+    def round(self, opens: list[bytes], verdict: bytes | None, closes: list[bytes]) -> bytes:
+        """One round's messages in, its drafts out; all of them encoded."""
+        drafts: bytes = self._endpoint.round(opens, verdict, closes)
+        return drafts
 
     @ray.method(concurrency_group="control")
     def health(self) -> dict[str, Any]:
@@ -79,18 +75,19 @@ class DrafterActor:
 class VerifierActor:
     """A verifier as an actor; the round loop runs in its own thread inside."""
 
-    def __init__(self, config: ServiceConfig) -> None:
+    def __init__(self, config: ServiceConfig, name: str) -> None:
         self._config = config
+        self._name = name
         self._link: Any = None
         self._verifier: Any = None
         self._facts: dict[str, Any] = {}
 
-    def load(self, drafters: Mapping[str, ActorHandle[Any]]) -> Loaded:
+    def load(self, drafters: Mapping[str, Handle]) -> Loaded:
         """Reads the target, attaches the drafters, starts the round loop."""
-        from outrider.cluster.loading import load_link, load_verifier, use_threads
-
         try:
             threads = use_threads(self._config.resources.verifier_threads)
+            from outrider.cluster.loading import load_link, load_verifier
+
             self._link = load_link(self._config, drafters)
             self._verifier, facts = load_verifier(self._config, self._link)
         except Exception as error:  # the process edge: the controller gets one line
@@ -125,7 +122,7 @@ class VerifierActor:
         return {**self._facts, **verifier_status(self._verifier, self._link)}
 
     @ray.method(concurrency_group="control")
-    def set_drafters(self, drafters: Mapping[str, ActorHandle[Any]]) -> None:
+    def set_drafters(self, drafters: Mapping[str, Handle]) -> None:
         """The drafters for requests from now on."""
         self._link.set_drafters(drafters)
 
@@ -139,9 +136,9 @@ class GatewayActor:
 
     async def load(
         self,
-        verifiers: Mapping[str, ActorHandle[Any]],
+        verifiers: Mapping[str, Handle],
         facts: Mapping[str, Any],
-        controller: ActorHandle[Any],
+        controller: Handle,
     ) -> Loaded:
         """Opens the port; facts are a verifier's."""
         from outrider.cluster.gateway import Gateway, GatewayServer
@@ -164,7 +161,7 @@ class GatewayActor:
             await self.add_verifier(name, handle)
         return Loaded(facts={**_place(), "port": port})
 
-    async def add_verifier(self, name: str, handle: ActorHandle[Any]) -> None:
+    async def add_verifier(self, name: str, handle: Handle) -> None:
         """Serves, now that there is one to serve with."""
         from outrider.cluster.verifiers import RayVerifier
 
@@ -188,7 +185,7 @@ class GatewayActor:
 class RayControl:
     """The controller as the gateway sees it."""
 
-    def __init__(self, controller: ActorHandle[Any]) -> None:
+    def __init__(self, controller: Handle) -> None:
         self._controller = controller
 
     async def status(self) -> ServiceStatus:

@@ -10,6 +10,7 @@ request id, so that it cannot run twice; after the first token the error reaches
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import secrets
 import time
@@ -48,7 +49,8 @@ class CallFailed(Exception):
     def __init__(self, error: grpc.RpcError) -> None:
         self.code: grpc.StatusCode = error.code()
         self.details: str = error.details() or ""
-        after = {key: value for key, value in error.trailing_metadata() or ()}.get("retry-after")
+        metadata: Any = error.trailing_metadata() or ()
+        after = next((value for key, value in metadata if key == "retry-after"), None)
         self.retry_after_s = None if after is None else float(after)
         super().__init__(f"{self.code.name}: {self.details}")
 
@@ -73,7 +75,7 @@ class _Attempts:
         again = code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or (
             code is grpc.StatusCode.ALREADY_EXISTS and self._made > 1
         )
-        pause = BACKOFF_S * 2 ** (self._made - 1)
+        pause = BACKOFF_S * float(2 ** (self._made - 1))
         if answered or not again or self._made >= ATTEMPTS or pause > self.remaining_s:
             raise CallFailed(error) from error
         return pause
@@ -88,6 +90,10 @@ def _channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
+
+
+def _chosen(options: Options | None, fields: Mapping[str, Any]) -> Options:
+    return dataclasses.replace(options or Options(), **fields)
 
 
 class Client:
@@ -112,16 +118,17 @@ class Client:
     def stream(
         self,
         prompt: Prompt,
+        options: Options | None = None,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Any,
+        **fields: Any,
     ) -> Iterator[Chunk]:
-        """The answer piece by piece; `options` are the fields of Options.
+        """The answer piece by piece; `fields` are those of Options.
 
         Closing the iterator early cancels the request.
         """
-        request = to_request(prompt, Options(**options), request_id or secrets.token_hex(8))
+        request = to_request(prompt, _chosen(options, fields), request_id or secrets.token_hex(8))
         attempts = _Attempts(timeout_s or self._timeout_s)
         stub = pb_grpc.GenerationStub(self._connected())
         while True:
@@ -140,17 +147,20 @@ class Client:
     def generate(
         self,
         prompt: Prompt,
+        options: Options | None = None,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Any,
+        **fields: Any,
     ) -> Completion:
-        """The whole answer; `options` are the fields of Options."""
-        return join(self.stream(prompt, request_id=request_id, timeout_s=timeout_s, **options))
+        """The whole answer; `fields` are those of Options."""
+        return join(
+            self.stream(prompt, options, request_id=request_id, timeout_s=timeout_s, **fields)
+        )
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Completion:
+    def chat(self, messages: Sequence[Mapping[str, str]], **fields: Any) -> Completion:
         """The assistant's next message after messages with `role` and `content`."""
-        return self.generate(messages, **options)
+        return self.generate(messages, **fields)
 
     def status(self, timeout_s: float = 30.0) -> ServiceStatus:
         """The state of the service."""
@@ -218,13 +228,14 @@ class AsyncClient:
     async def stream(
         self,
         prompt: Prompt,
+        options: Options | None = None,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Any,
+        **fields: Any,
     ) -> AsyncIterator[Chunk]:
         """The answer piece by piece; leaving the iterator or its task cancels the request."""
-        request = to_request(prompt, Options(**options), request_id or secrets.token_hex(8))
+        request = to_request(prompt, _chosen(options, fields), request_id or secrets.token_hex(8))
         attempts = _Attempts(timeout_s or self._timeout_s)
         stub = pb_grpc.GenerationStub(self._connected())
         while True:
@@ -243,18 +254,19 @@ class AsyncClient:
     async def generate(
         self,
         prompt: Prompt,
+        options: Options | None = None,
         *,
         request_id: str | None = None,
         timeout_s: float | None = None,
-        **options: Any,
+        **fields: Any,
     ) -> Completion:
-        """The whole answer; `options` are the fields of Options."""
-        chunks = self.stream(prompt, request_id=request_id, timeout_s=timeout_s, **options)
+        """The whole answer; `fields` are those of Options."""
+        chunks = self.stream(prompt, options, request_id=request_id, timeout_s=timeout_s, **fields)
         return join([chunk async for chunk in chunks])
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Completion:
+    async def chat(self, messages: Sequence[Mapping[str, str]], **fields: Any) -> Completion:
         """The assistant's next message after messages with `role` and `content`."""
-        return await self.generate(messages, **options)
+        return await self.generate(messages, **fields)
 
     async def status(self, timeout_s: float = 30.0) -> ServiceStatus:
         """The state of the service."""
@@ -283,7 +295,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Closes the channel; a later call opens a new one."""
         if self._channel is not None:
-            await self._channel[1].close()
+            await self._channel[1].close(None)
         self._channel = None
 
     async def __aenter__(self) -> AsyncClient:

@@ -55,7 +55,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One response of a stream; the last one carries the finish reason and the counts."""
+    """One response of a stream; the last one carries the finish reason and the counts.
+
+    token_texts: where wanted, each token as text of its own, for display.
+    """
 
     request_id: str
     text: str
@@ -65,6 +68,7 @@ class Chunk:
     finish_reason: str | None = None
     usage: Usage | None = None
     draft_statistics: DraftStatistics | None = None
+    token_texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Options:
     num_speculative_tokens: int | None = None
     seed: int | None = None
     sample_index: int = 0
+    want_token_texts: bool = False
 
 
 def to_request(prompt: Prompt, options: Options, request_id: str) -> pb.GenerateRequest:
@@ -127,6 +132,7 @@ def to_request(prompt: Prompt, options: Options, request_id: str) -> pb.Generate
         num_speculative_tokens=options.num_speculative_tokens,
         seed=options.seed,
         sample_index=options.sample_index,
+        want_token_texts=options.want_token_texts,
     )
     if options.allowed_token_ids is not None:
         request.parameters.allowed_token_ids.CopyFrom(
@@ -185,6 +191,7 @@ def to_chunk(response: pb.GenerateResponse) -> Chunk:
             if response.HasField("draft_statistics")
             else None
         ),
+        token_texts=tuple(response.token_texts),
     )
 
 

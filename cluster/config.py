@@ -42,6 +42,10 @@ class ConfigError(ValueError):
         super().__init__(f"{name}: {value!r} is not usable; {remedy}")
 
 
+class StartError(RuntimeError):
+    """A service that cannot be started or scaled, or a head that cannot be trained; one line."""
+
+
 def _check(name: str, value: object, usable: bool, remedy: str) -> None:
     if not usable:
         raise ConfigError(name, value, remedy)
@@ -67,8 +71,9 @@ class TargetConfig:
     dtype: "auto" takes bfloat16 where the processor multiplies it fast, else float32.
     max_context: tokens of prompt and answer together; 0 takes the model's own limit.
     kv_bytes: memory for the paged KV cache. prefill_chunk: prompt tokens in one round at most.
-    max_batch: requests in one round. compile: ahead-of-time graphs for small rounds ("none" or
-    "frozen"; about half a minute at start, and 280 MB a graph for a small model).
+    max_batch: requests in one round; max_waiting: requests queued behind them.
+    compile: graphs made ahead for small rounds, "off" or "warmup"; about half a minute a graph
+    at start, and 280 MB each for a small model.
     """
 
     path: str = ""
@@ -77,7 +82,8 @@ class TargetConfig:
     kv_bytes: int = 512 * 2**20
     prefill_chunk: int = 256
     max_batch: int = 64
-    compile: str = "none"
+    max_waiting: int = 256
+    compile: str = "off"
 
     def __post_init__(self) -> None:
         _one_of("target.dtype", self.dtype, DTYPES)
@@ -90,7 +96,8 @@ class TargetConfig:
         _at_least("target.kv_bytes", self.kv_bytes, 2**16)
         _at_least("target.prefill_chunk", self.prefill_chunk, 1)
         _at_least("target.max_batch", self.max_batch, 1)
-        _one_of("target.compile", self.compile, ("none", "frozen"))
+        _at_least("target.max_waiting", self.max_waiting, 0)
+        _one_of("target.compile", self.compile, ("off", "warmup"))
 
 
 @dataclass(frozen=True)
@@ -98,20 +105,23 @@ class DraftConfig:
     """The draft plane.
 
     placement: "remote" drafters are actors of their own; "colocated" runs the head inside the
-    verifier; "none" decodes plainly. tail and max_support bound what a shipped draft law leaves
-    out and how many entries it has. deadline_ms: how long a round waits for its drafts.
-    max_in_flight, max_in_flight_bytes: unanswered messages to one drafter; past either, the
-    requests of the message that does not fit go on undrafted.
+    verifier; "none" decodes plainly. tail, max_support: the mass that a shipped draft law may
+    leave out, and its most entries; 208 keep a message of two draft tokens under 1 KB a token.
+    deadline_ms: how long a round waits for its drafts. max_in_flight, max_in_flight_bytes:
+    unanswered messages to one drafter; past either, the requests of the message that does not fit
+    go on undrafted. cache_tokens, max_requests: what one drafter holds for all verifiers.
     """
 
     placement: str = "remote"
     head: str = str(PACKAGED_HEAD)
     num_speculative_tokens: int = 2
     tail: float = 0.01
-    max_support: int = 240
+    max_support: int = 208
     deadline_ms: float = 250.0
     max_in_flight: int = 64
     max_in_flight_bytes: int = 64 * 2**20
+    cache_tokens: int = 65536
+    max_requests: int = 1024
 
     def __post_init__(self) -> None:
         _one_of("draft.placement", self.placement, PLACEMENTS)
@@ -133,6 +143,8 @@ class DraftConfig:
         _positive("draft.deadline_ms", self.deadline_ms)
         _at_least("draft.max_in_flight", self.max_in_flight, 2)
         _at_least("draft.max_in_flight_bytes", self.max_in_flight_bytes, 2**20)
+        _at_least("draft.cache_tokens", self.cache_tokens, 32)
+        _at_least("draft.max_requests", self.max_requests, 1)
 
 
 @dataclass(frozen=True)
@@ -153,7 +165,8 @@ class ResourcesConfig:
 
     In lock-step a verifier sleeps while its drafter works, so that on one stream both may use
     all cores; with many streams keep the sum of the threads within the cores. 0 threads: as
-    many as the machine has cores.
+    many as the machine has cores. labels: whether roles are placed by the node label
+    `outrider-role`: "auto" if any node carries it, "always" or "never".
     """
 
     verifier_cpus: float = 1.0
@@ -162,6 +175,7 @@ class ResourcesConfig:
     drafter_gpus: float = 0.0
     verifier_threads: int = 0
     drafter_threads: int = 1
+    labels: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("verifier_cpus", "drafter_cpus", "verifier_gpus", "drafter_gpus"):
@@ -174,6 +188,7 @@ class ResourcesConfig:
             )
         _at_least("resources.verifier_threads", self.verifier_threads, 0)
         _at_least("resources.drafter_threads", self.drafter_threads, 0)
+        _one_of("resources.labels", self.labels, ("auto", "always", "never"))
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ class Gateway:
             stream = await self._submit(request)
             async with aclosing(self._answers(request_id, request, stream)) as answers:
                 async for answer in answers:
+                    if message.want_token_texts and self._encoder is not None:
+                        answer.token_texts.extend(self._encoder.pieces(answer.token_ids))
                     yield answer
         finally:
             if stream is None or stream.finished:
@@ -180,21 +182,18 @@ class Gateway:
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         counter = DraftCounter()
         first = True
-        async for output in stream.outputs():
-            counter.add(output)
-            answer = response(request_id, output)
-            if first:
-                answer.seed = request.seed
-                first = False
-            if output.finish_reason is not None:
-                answer.usage.CopyFrom(
-                    pb.Usage(
-                        prompt_tokens=output.prompt_tokens,
-                        completion_tokens=output.completion_tokens,
-                    )
-                )
-                answer.draft_statistics.CopyFrom(counter.message())
-            yield answer
+        async with aclosing(stream.outputs()) as outputs:
+            async for output in outputs:
+                counter.add(output)
+                answer = response(request_id, output)
+                if first:
+                    answer.seed = request.seed
+                    first = False
+                if output.finish_reason is not None:
+                    answer.usage.prompt_tokens = output.prompt_tokens
+                    answer.usage.completion_tokens = output.completion_tokens
+                    answer.draft_statistics.CopyFrom(counter.message())
+                yield answer
 
     async def _poll(self, name: str, verifier: Verifier) -> None:
         while True:
@@ -265,7 +264,7 @@ class GenerationService(pb_grpc.GenerationServicer):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def Generate(  # type: ignore[override]
+    async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Streams one answer. A lapsed deadline or a client's cancel ends this coroutine."""
@@ -281,7 +280,7 @@ class ClusterService(pb_grpc.ClusterServicer):
         self._gateway = gateway
         self._control = control
 
-    async def GetStatus(  # type: ignore[override]
+    async def GetStatus(
         self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetStatusResponse:
         """The actors' state and the gateway's own numbers."""
@@ -292,7 +291,7 @@ class ClusterService(pb_grpc.ClusterServicer):
         answer.max_context = self._gateway.limits.max_context
         return answer
 
-    async def Scale(  # type: ignore[override]
+    async def Scale(
         self, request: pb.ScaleRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ScaleResponse:
         """Changes the counts of actors and waits for it."""
@@ -315,7 +314,7 @@ class GatewayServer:
 
     def __init__(self, gateway: Gateway, control: ControlPlane) -> None:
         self.gateway = gateway
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(
             interceptors=(ErrorInterceptor(),),
             options=server_options(gateway.config),

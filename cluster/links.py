@@ -24,9 +24,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from outrider.cluster.placement import Handle
 from outrider.protos.codec import decode, encode
 from outrider.protos.messages import (
     DraftBatch,
@@ -36,6 +36,7 @@ from outrider.protos.messages import (
     RequestOpen,
     VerdictBatch,
 )
+from outrider.verifier.link import Batch, no_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +91,15 @@ class InProcessDraftLink:
 
     def send(self, verdicts: VerdictBatch) -> None:
         """Drafts at once: there is nobody to wait for."""
-        self._answers = [self._drafter.propose(verdicts)]
+        if (verdicts.num_to_draft > 0).any():
+            self._answers = [self._drafter.propose(verdicts)]
+        else:
+            self._drafter.propose(verdicts)
 
-    def collect(self, wanted: object, deadline: float) -> Sequence[DraftBatch]:
-        """The drafts that the last verdict asked for."""
+    def collect(self, wanted: Batch, deadline: float) -> DraftBatch:
+        """The drafts that the last verdicts asked for."""
         answers, self._answers = self._answers, []
-        return answers
+        return joined(answers)
 
     def take_feature_spec(self) -> FeatureSpec | None:
         """The head's features, once."""
@@ -113,11 +117,11 @@ class InProcessDraftLink:
 
 @dataclass
 class _Call:
-    """An unanswered call. asked: it wants drafts back."""
+    """An unanswered call. asked: the requests that want drafts back."""
 
     reference: Any
     size: int
-    asked: bool
+    asked: frozenset[int]
 
 
 @dataclass
@@ -125,7 +129,7 @@ class _Peer:
     """One drafter as a link sees it. requests: engine request id -> epoch."""
 
     name: str
-    handle: ActorHandle[Any]
+    handle: Handle
     accepting: bool = True
     alive: bool = True
     failures: int = 0
@@ -133,7 +137,6 @@ class _Peer:
     closes: list[bytes] = field(default_factory=list)
     requests: dict[int, int] = field(default_factory=dict)
     calls: deque[_Call] = field(default_factory=deque)
-    waiting: bool = False  # the last verdict asked for drafts
 
     @property
     def unanswered_bytes(self) -> int:
@@ -141,7 +144,7 @@ class _Peer:
 
     @property
     def unanswered_asks(self) -> int:
-        return sum(call.asked for call in self.calls)
+        return sum(bool(call.asked) for call in self.calls)
 
 
 class RayDraftLink:
@@ -153,7 +156,7 @@ class RayDraftLink:
 
     def __init__(
         self,
-        drafters: Mapping[str, ActorHandle[Any]],
+        drafters: Mapping[str, Handle],
         *,
         attach_timeout_s: float,
         max_in_flight: int,
@@ -165,7 +168,7 @@ class RayDraftLink:
         self._mask = secrets.randbits(62)
         self._stats = LinkStats()
         self._lock = threading.Lock()
-        self._update: dict[str, ActorHandle[Any]] | None = None
+        self._update: dict[str, Handle] | None = None
         self._peers: dict[str, _Peer] = {}
         self._fingerprint: bytes | None = None
         self._spec: FeatureSpec | None = None
@@ -175,13 +178,18 @@ class RayDraftLink:
     # The protocol: all of it is called by the verifier's round loop alone.
 
     def open(self, request: RequestOpen) -> None:
-        """Gives the request to the least loaded drafter; without one it decodes plainly."""
+        """Gives the request to the least loaded drafter; without one it decodes plainly.
+
+        A request that begins again stays where it was.
+        """
         self._apply_update()
-        usable = [peer for peer in self._peers.values() if peer.alive and peer.accepting]
-        if not usable:
-            self._count(abandoned_requests=1)
-            return
-        peer = min(usable, key=lambda peer: len(peer.requests))
+        peer = self._peer_of(request.request_id)
+        if peer is None:
+            usable = [peer for peer in self._peers.values() if peer.alive and peer.accepting]
+            if not usable:
+                self._count(abandoned_requests=1)
+                return
+            peer = min(usable, key=lambda peer: len(peer.requests))
         peer.requests[request.request_id] = request.epoch
         peer.opens[request.request_id] = encode(
             dataclasses.replace(request, request_id=request.request_id ^ self._mask)
@@ -190,15 +198,15 @@ class RayDraftLink:
     def close(self, request: RequestClose) -> None:
         """Lets the drafter forget the request, with the next verdict or at once if none comes."""
         peer = self._peer_of(request.request_id)
-        if peer is None:
-            return
+        if peer is None or peer.requests[request.request_id] != request.epoch:
+            return  # abandoned before, or the drafter was told of a later life already
         del peer.requests[request.request_id]
         if peer.opens.pop(request.request_id, None) is None:
             peer.closes.append(
                 encode(dataclasses.replace(request, request_id=request.request_id ^ self._mask))
             )
         if not peer.requests and peer.closes:
-            self._call(peer, None, asked=False)
+            self._call(peer, None, frozenset())
 
     def send(self, verdicts: VerdictBatch) -> None:
         """One call to each drafter that has requests in the batch."""
@@ -210,20 +218,24 @@ class RayDraftLink:
                 rows.setdefault(peer.name, []).append(row)
         for name, chosen in rows.items():
             peer = self._peers[name]
-            part = _masked(_selected(verdicts, chosen), self._mask)
-            asked = bool((part.num_to_draft > 0).any())
+            part = _selected(verdicts, chosen)
+            asked = frozenset(part.request_ids[part.num_to_draft > 0].tolist())
             if asked and peer.unanswered_asks >= UNANSWERED_ASKS:
                 part = dataclasses.replace(part, num_to_draft=np.zeros_like(part.num_to_draft))
-                asked = False
-            self._call(peer, encode(part), asked)
+                asked = frozenset()
+            masked = dataclasses.replace(part, request_ids=part.request_ids ^ self._mask)
+            self._call(peer, encode(masked), asked)
 
-    def collect(self, wanted: object, deadline: float) -> Sequence[DraftBatch]:
-        """Answers that are here by the deadline (of time.monotonic), one batch a call."""
-        batches: list[DraftBatch] = []
-        for peer in list(self._peers.values()):
-            if peer.calls:
-                batches.extend(self._answers(peer, deadline))
-        return batches
+    def collect(self, wanted: Batch, deadline: float) -> DraftBatch:
+        """What is here by the deadline (of time.monotonic), in one batch."""
+        ids = frozenset(wanted.request_ids.tolist())
+        answers = [
+            batch
+            for peer in list(self._peers.values())
+            if peer.calls
+            for batch in self._answers(peer, ids, deadline)
+        ]
+        return joined(answers)
 
     def take_feature_spec(self) -> FeatureSpec | None:
         """The head's features, once."""
@@ -238,7 +250,7 @@ class RayDraftLink:
 
     # Called from other threads.
 
-    def set_drafters(self, drafters: Mapping[str, ActorHandle[Any]]) -> None:
+    def set_drafters(self, drafters: Mapping[str, Handle]) -> None:
         """The drafters for requests from now on; others finish what they have."""
         with self._lock:
             self._update = dict(drafters)
@@ -255,7 +267,7 @@ class RayDraftLink:
 
     # Helpers in call order.
 
-    def _attach(self, name: str, handle: ActorHandle[Any]) -> None:
+    def _attach(self, name: str, handle: Handle) -> None:
         try:
             data: bytes = ray.get(handle.attach.remote(), timeout=self._attach_timeout_s)
         except (GetTimeoutError, RayActorError, RayTaskError) as error:
@@ -291,7 +303,7 @@ class RayDraftLink:
                 return peer
         return None
 
-    def _call(self, peer: _Peer, verdict: bytes | None, asked: bool) -> None:
+    def _call(self, peer: _Peer, verdict: bytes | None, asked: frozenset[int]) -> None:
         size = len(verdict or b"")
         full = len(peer.calls) >= self._max_in_flight
         if full or peer.unanswered_bytes + size > self._max_in_flight_bytes:
@@ -303,27 +315,30 @@ class RayDraftLink:
         peer.opens, peer.closes = {}, []
         reference = peer.handle.round.remote(opens, verdict, closes)
         peer.calls.append(_Call(reference, size, asked))
-        peer.waiting = asked
         self._count(verdict_bytes=size)
 
-    def _answers(self, peer: _Peer, deadline: float) -> list[DraftBatch]:
+    def _answers(self, peer: _Peer, wanted: frozenset[int], deadline: float) -> list[DraftBatch]:
+        # An actor answers in order: waiting ends with the last call that owes a wanted draft.
+        owed = sum(not wanted.isdisjoint(call.asked) for call in peer.calls)
         batches: list[DraftBatch] = []
         while peer.calls:
-            patience = max(0.0, deadline - time.monotonic()) if peer.waiting else 0.0
             call = peer.calls[0]
             try:
-                data: bytes = ray.get(call.reference, timeout=patience)
+                data: bytes = ray.get(
+                    call.reference,
+                    timeout=max(0.0, deadline - time.monotonic()) if owed else 0.0,
+                )
             except GetTimeoutError:
-                self._count(late_rounds=int(peer.waiting))
+                self._count(late_rounds=int(owed > 0))
                 break
             except RayActorError as error:
                 self._lose(peer, error)
                 break
             except RayTaskError as error:
-                peer.calls.popleft()
                 self._fail(peer, error)
-                continue
+                data = b""
             peer.calls.popleft()
+            owed -= not wanted.isdisjoint(call.asked)
             if data:
                 batches.extend(self._decoded(peer, data))
         return batches
@@ -337,7 +352,9 @@ class RayDraftLink:
             return []
         if not isinstance(batch, DraftBatch):
             self._count(malformed_messages=1)
-            self._fail(peer, MalformedMessage(f"{type(batch).__name__} is not a DraftBatch"))
+            self._fail(
+                peer, MalformedMessage("message", type(batch).__name__, "answer with a DraftBatch")
+            )
             return []
         peer.failures = 0
         self._count(draft_bytes=len(data))
@@ -368,7 +385,6 @@ class RayDraftLink:
             del peer.requests[request_id]
             if peer.opens.pop(request_id, None) is None:
                 peer.closes.append(encode(RequestClose(request_id ^ self._mask, epoch)))
-        peer.waiting = False
 
     def _count(self, **more: int) -> None:
         values = {name: getattr(self._stats, name) + value for name, value in more.items()}
@@ -394,8 +410,31 @@ def _selected(verdicts: VerdictBatch, rows: Sequence[int]) -> VerdictBatch:
     )
 
 
-def _masked(verdicts: VerdictBatch, mask: int) -> VerdictBatch:
-    return dataclasses.replace(verdicts, request_ids=verdicts.request_ids ^ mask)
+def joined(batches: Sequence[DraftBatch]) -> DraftBatch:
+    """One batch with all entries of those that have the newest versions."""
+    if not batches:
+        return no_drafts()
+    newest = max((batch.target_version, batch.head_version) for batch in batches)
+    batches = [batch for batch in batches if (batch.target_version, batch.head_version) == newest]
+    if len(batches) == 1:
+        return batches[0]
+
+    def rows(name: str) -> Any:
+        return np.concatenate([getattr(batch, name) for batch in batches])
+
+    def offsets(name: str) -> Any:
+        sizes = [np.diff(getattr(batch, name)) for batch in batches]
+        return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int32)
+
+    plain = ("request_ids", "epochs", "base_lengths", "last_token_ids", "token_ids", "parents")
+    support = ("support_ids", "support_weights")
+    sums = ("cu_num_draft_tokens", "cu_support")
+    return dataclasses.replace(
+        batches[-1],
+        deterministic=all(batch.deterministic for batch in batches),
+        **{name: rows(name) for name in (*plain, *support)},
+        **{name: offsets(name) for name in sums},
+    )
 
 
 def _line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ MAX_SEED = 2**63 - 1
 
 
 class PromptEncoder(Protocol):
-    """Turns text into the target's token ids; called in a worker thread."""
+    """Turns text into the target's token ids, in a worker thread, and tokens into pieces."""
 
     def encode(self, text: str) -> list[int]:
         """Plain text, with the special tokens that the model wants in front."""
@@ -26,6 +26,10 @@ class PromptEncoder(Protocol):
 
     def render(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         """(role, content) pairs through the chat template, ready for the answer."""
+        ...
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as text of its own, for display."""
         ...
 
 
@@ -156,7 +160,7 @@ def _parameters(message: pb.SamplingParameters) -> SamplingParameters:
             "frequency_penalty",
             "presence_penalty",
         )
-        if message.HasField(name)  # type: ignore[arg-type]
+        if message.HasField(name)
     }
     return SamplingParameters(
         **given,

@@ -67,6 +67,7 @@ class EngineTotals:
     verdict_bytes: int = 0
     stale_drafts: int = 0
     late_rounds: int = 0
+    decode_tokens: int = 0
     decode_seconds: float = 0.0
     link: LinkTotals = field(default_factory=LinkTotals)
 
@@ -112,17 +113,20 @@ def to_message(status: ServiceStatus) -> pb.GetStatusResponse:
 
 def from_message(message: pb.GetStatusResponse) -> ServiceStatus:
     """The status as a client holds it."""
-    return _record(ServiceStatus, message)
+    status: ServiceStatus = _record(ServiceStatus, message)
+    return status
 
 
-def _record(kind: type[Record], message: Message) -> Record:
+def _record(kind: Any, message: Message) -> Any:
     values: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
+    hints: dict[str, Any] = typing.get_type_hints(kind)
+    for name, hint in hints.items():
         value = getattr(message, name)
-        item = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+        item: Any = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
         if item is not None:
-            is_record = dataclasses.is_dataclass(item)
-            values[name] = tuple(_record(item, one) if is_record else one for one in value)
+            values[name] = tuple(
+                _record(item, one) if dataclasses.is_dataclass(item) else one for one in value
+            )
         elif dataclasses.is_dataclass(hint):
             values[name] = _record(hint, value)
         elif name == "state":

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
 
 from outrider.cluster.errors import FailedRequest, Overloaded, ServiceError
 from outrider.protos import outrider_pb2 as pb
-from outrider.verifier.types import TokenOutput
-
-RECOVERED, BONUS = -1, -2
+from outrider.verifier.types import BONUS, RECOVERED, TokenOutput
 
 _FINISH = {
     "stop": pb.FINISH_REASON_STOP,
@@ -25,7 +23,6 @@ class DraftCounter:
     def __init__(self) -> None:
         self.rounds = 0
         self.undrafted_rounds = 0
-        self.tokens = 0
         self.drafted: list[int] = []
         self.accepted: list[int] = []
 
@@ -35,7 +32,6 @@ class DraftCounter:
             return
         self.rounds += 1
         self.undrafted_rounds += output.drafted == 0
-        self.tokens += len(output.token_ids)
         missing = output.drafted - len(self.drafted)
         self.drafted.extend([0] * missing)
         self.accepted.extend([0] * missing)
@@ -50,8 +46,13 @@ class DraftCounter:
             undrafted_rounds=self.undrafted_rounds,
             drafted_per_position=self.drafted,
             accepted_per_position=self.accepted,
-            acceptance_length=self.tokens / self.rounds if self.rounds else 0.0,
+            acceptance_length=acceptance_length(self.drafted, self.accepted),
         )
+
+
+def acceptance_length(drafted: Sequence[int], accepted: Sequence[int]) -> float:
+    """Tokens per target forward over the rounds that had a draft: the accepted ones and one."""
+    return 1.0 + sum(accepted) / drafted[0] if drafted and drafted[0] else 0.0
 
 
 class Stream:
@@ -90,7 +91,7 @@ class Stream:
         self._unread.clear()
         self._arrived.set()
 
-    async def outputs(self) -> AsyncIterator[TokenOutput]:
+    async def outputs(self) -> AsyncGenerator[TokenOutput, None]:
         """The outputs in order, up to and with the one that finishes the request."""
         while True:
             await self._arrived.wait()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
+from outrider.cluster.placement import Handle
 from outrider.verifier.types import GenerationRequest, TokenOutput
 
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ class Verifier(Protocol):
 class RayVerifier:
     """A verifier actor; no call waits longer than it may."""
 
-    def __init__(self, handle: ActorHandle[Any], call_timeout_s: float) -> None:
+    def __init__(self, handle: Handle, call_timeout_s: float) -> None:
         self._handle = handle
         self._call_timeout_s = call_timeout_s
 

@@ -39,7 +39,9 @@ def load_head(folder: Path, num_target_layers: int | None, dtype: torch.dtype) -
     missing = sorted(set(expected) - set(tensors))
     unexpected = sorted(set(tensors) - set(expected))
     if missing:
-        raise HeadError(f"head: {folder} lacks {', '.join(missing)}; it is not a whole EAGLE-3 head")
+        raise HeadError(
+            f"head: {folder} lacks {', '.join(missing)}; it is not a whole EAGLE-3 head"
+        )
     if unexpected:
         raise HeadError(f"head: {folder} has {', '.join(unexpected)}, unknown to an EAGLE-3 head")
     for name, tensor in tensors.items():

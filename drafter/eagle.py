@@ -73,9 +73,14 @@ class _Turn:
     drafts: int
 
     @property
+    def count(self) -> int:
+        """Rows of true features."""
+        return int(self.rows.stop - self.rows.start)
+
+    @property
     def committed(self) -> int:
         """Tokens committed once this verdict is applied."""
-        return self.base + (self.rows.stop - self.rows.start) + 1
+        return self.base + self.count + 1
 
 
 class Eagle3Drafter:
@@ -146,8 +151,9 @@ class Eagle3Drafter:
                 return
             self.cache.release(known.sequence)
         elif len(self.requests) >= self.settings.max_requests:
-            log.warning("request %d is not drafted: %d are open", request.request_id,
-                        len(self.requests))
+            log.warning(
+                "request %d is not drafted: %d are open", request.request_id, len(self.requests)
+            )
             return
         self.requests[request.request_id] = _Request(request, Sequence())
 
@@ -220,7 +226,7 @@ class Eagle3Drafter:
         raw = torch.from_numpy(np.ascontiguousarray(verdicts.features[rows]))
         features = raw.view(torch.bfloat16) if raw.dtype == torch.uint16 else raw
         tokens = torch.from_numpy(verdicts.token_ids[rows].astype(np.int64))
-        counts = [t.rows.stop - t.rows.start for t in turns]
+        counts = [t.count for t in turns]
         hidden = self._forward(
             features.to(self.device, self.dtype),
             tokens.to(self.device),
@@ -279,10 +285,13 @@ class Eagle3Drafter:
         ).to(self.device)
         layer = self.head.midlayer
         q, k, v, residual = layer.before(
-            F.embedding(tokens, self.embedding), hidden, self.rope[0][positions],
+            F.embedding(tokens, self.embedding),
+            hidden,
+            self.rope[0][positions],
             self.rope[1][positions],
         )
-        return layer.after(self.cache.attend(q, k, v, layout), residual)
+        out: Tensor = layer.after(self.cache.attend(q, k, v, layout), residual)
+        return out
 
 
 def _parameters(turns: list[_Turn], device: torch.device) -> RowParameters:

@@ -116,7 +116,7 @@ class HeadCache:
         """
         self.keys[layout.slots] = k
         self.values[layout.slots] = v
-        batch, length = layout.gather.shape
+        batch = layout.gather.shape[0]
         queries = layout.query_index.shape[1]
         heads, width = q.shape[1:]
         groups = k.shape[1]

@@ -293,8 +293,8 @@ Message: TypeAlias = RequestOpen | RequestClose | FeatureSpec | VerdictBatch | D
 def _check_header(message: VerdictBatch | DraftBatch) -> None:
     for name in ("service", "sender"):
         value = getattr(message, name)
-        if not isinstance(value, str) or len(value) > MAX_NAME_LENGTH:
-            raise MalformedMessage(name, value, f"give up to {MAX_NAME_LENGTH} characters")
+        if not isinstance(value, str) or len(value) > MAX_NAME_LENGTH or not value.isprintable():
+            raise MalformedMessage(name, value, f"give up to {MAX_NAME_LENGTH} printable characters")
     for name in ("round", "target_version", "head_version"):
         _check_scalar(name, getattr(message, name), 0, 2**63 - 1)
 

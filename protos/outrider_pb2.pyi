@@ -19,7 +19,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "tokens", "chat", "parameters", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_speculative_tokens", "seed", "sample_index", "resume_from")
+    __slots__ = ("request_id", "text", "tokens", "chat", "parameters", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "num_speculative_tokens", "seed", "sample_index", "resume_from", "want_token_texts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class GenerateRequest(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
+    WANT_TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     tokens: TokenIds
@@ -46,7 +47,8 @@ class GenerateRequest(_message.Message):
     seed: int
     sample_index: int
     resume_from: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., parameters: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., resume_from: _Optional[int] = ...) -> None: ...
+    want_token_texts: bool
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., parameters: _Optional[_Union[SamplingParameters, _Mapping]] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., num_speculative_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., sample_index: _Optional[int] = ..., resume_from: _Optional[int] = ..., want_token_texts: _Optional[bool] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -118,7 +120,7 @@ class Origin(_message.Message):
     def __init__(self, kind: _Optional[_Union[Origin.Kind, str]] = ..., draft_position: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "origins", "finish_reason", "usage", "draft_statistics", "seed")
+    __slots__ = ("request_id", "text", "token_ids", "origins", "finish_reason", "usage", "draft_statistics", "seed", "token_texts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +129,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_STATISTICS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -135,7 +138,8 @@ class GenerateResponse(_message.Message):
     usage: Usage
     draft_statistics: DraftStatistics
     seed: int
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[Origin, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., draft_statistics: _Optional[_Union[DraftStatistics, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    token_texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[_Iterable[_Union[Origin, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., draft_statistics: _Optional[_Union[DraftStatistics, _Mapping]] = ..., seed: _Optional[int] = ..., token_texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens")
@@ -240,7 +244,7 @@ class ReplicaStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., state: _Optional[_Union[ReplicaStatus.State, str]] = ..., node_id: _Optional[str] = ..., device: _Optional[str] = ..., sampler: _Optional[str] = ..., threads: _Optional[int] = ..., pid: _Optional[int] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ...) -> None: ...
 
 class EngineTotals(_message.Message):
-    __slots__ = ("rounds", "undrafted_rounds", "tokens", "drafted_per_position", "accepted_per_position", "draft_bytes", "verdict_bytes", "stale_drafts", "late_rounds", "decode_seconds", "link")
+    __slots__ = ("rounds", "undrafted_rounds", "tokens", "drafted_per_position", "accepted_per_position", "draft_bytes", "verdict_bytes", "stale_drafts", "late_rounds", "decode_tokens", "decode_seconds", "link")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     UNDRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +254,7 @@ class EngineTotals(_message.Message):
     VERDICT_BYTES_FIELD_NUMBER: _ClassVar[int]
     STALE_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     LATE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     rounds: int
@@ -261,9 +266,10 @@ class EngineTotals(_message.Message):
     verdict_bytes: int
     stale_drafts: int
     late_rounds: int
+    decode_tokens: int
     decode_seconds: float
     link: LinkTotals
-    def __init__(self, rounds: _Optional[int] = ..., undrafted_rounds: _Optional[int] = ..., tokens: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., draft_bytes: _Optional[int] = ..., verdict_bytes: _Optional[int] = ..., stale_drafts: _Optional[int] = ..., late_rounds: _Optional[int] = ..., decode_seconds: _Optional[float] = ..., link: _Optional[_Union[LinkTotals, _Mapping]] = ...) -> None: ...
+    def __init__(self, rounds: _Optional[int] = ..., undrafted_rounds: _Optional[int] = ..., tokens: _Optional[int] = ..., drafted_per_position: _Optional[_Iterable[int]] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., draft_bytes: _Optional[int] = ..., verdict_bytes: _Optional[int] = ..., stale_drafts: _Optional[int] = ..., late_rounds: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., decode_seconds: _Optional[float] = ..., link: _Optional[_Union[LinkTotals, _Mapping]] = ...) -> None: ...
 
 class LinkTotals(_message.Message):
     __slots__ = ("lost_drafters", "abandoned_requests", "malformed_messages", "overflows")

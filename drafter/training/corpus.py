@@ -141,7 +141,7 @@ def open_corpus(folder: Path) -> Corpus:
     )
 
 
-def _map(path: Path, shape: tuple[int, int], how: str) -> npt.NDArray[np.uint16]:
+def _map(path: Path, shape: tuple[int, int], how: str) -> np.memmap[Any, np.dtype[np.uint16]]:
     mode: Any = "r" if how == "read" else ("r+" if path.exists() else "w+")
     return np.memmap(path, dtype=np.uint16, mode=mode, shape=shape)
 

@@ -109,7 +109,7 @@ def training_loss(
     for number, step in enumerate(unroll(head, embedding, rope, batch, steps)):
         if step.hidden.shape[0] == 0:
             continue
-        loss: Tensor = _AcceptanceLoss.apply(
+        loss: Tensor = _AcceptanceLoss.apply(  # type: ignore[no-untyped-call]
             head.norm(step.hidden), head.lm_head.weight, step.target_hidden, draft_rows
         )
         total = total + STEP_DECAY**number * loss

@@ -244,10 +244,10 @@ class Trainer:
                 self.head, self.embedding, self.draft_rows, self.rope, batch, self.plan.unroll
             )
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
     def _learning_rate(self) -> float:
         plan = self.plan

@@ -1,0 +1,136 @@
+"""A tiny random target with its tokenizer and head on disk, and a gateway around a real engine.
+
+The target has 61 words in 64 rows, 8 layers and room for long answers; texts are the words
+w0 to w60.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from outrider.cluster.config import ServiceConfig, load_config
+from outrider.drafter.checkpoint import save_head
+from tests.drafter.heads import tiny_head
+
+WORDS = 61
+POSITIONS = 2048
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}w1"
+
+
+def save_target(folder: Path) -> None:
+    """Writes the target and its tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=POSITIONS,
+        bos_token_id=None,
+        eos_token_id=0,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w2"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def save_tiny_head(folder: Path, seed: int = 0, **changes: object) -> None:
+    """Writes a head that fits the target."""
+    folder.mkdir(exist_ok=True)
+    save_head(tiny_head(seed, max_position_embeddings=POSITIONS, **changes), folder)
+
+
+def tiny_config(models: Path, **overrides: object) -> ServiceConfig:
+    """A service of the tiny parts on a free port, with little memory and one thread each."""
+    fields: dict[str, object] = {
+        "target.path": str(models / "target"),
+        "target.dtype": "float32",
+        "target.kv_bytes": 8 * 2**20,
+        "draft.head": str(models / "head"),
+        "draft.deadline_ms": 5000.0,
+        "gateway.port": 0,
+        "resources.verifier_threads": 1,
+        "resources.drafter_cpus": 0.5,
+        "resources.verifier_cpus": 0.5,
+        "control.start_timeout_s": 120.0,
+    }
+    return load_config(None, {**fields, **overrides})
+
+
+def greedy(models: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers' own `generate` answers, without a stop at the end of sequence."""
+    model = LlamaForCausalLM.from_pretrained(models / "target", dtype=torch.float32)
+    # Rows of the output matrix beyond the words are padding and never an answer.
+    answer = model.generate(
+        torch.tensor([list(prompt)]),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        suppress_tokens=list(range(WORDS, 64)),
+    )
+    tokens: list[int] = answer[0, len(prompt) :].tolist()
+    return tokens
+
+
+class LocalVerifier:
+    """A verifier in this process, as the gateway sees one.
+
+    `engine` is its VerifierActor; `lost` makes every further call fail as a dead actor's would.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.lost = False
+
+    async def submit(
+        self, gateway: str, requests: Sequence[GenerationRequest]
+    ) -> list[Any]:
+        self._check()
+        return await asyncio.to_thread(self.engine.submit, gateway, list(requests))
+
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        self._check()
+        await asyncio.to_thread(self.engine.cancel, list(request_ids))
+
+    async def next_outputs(self, gateway: str, timeout_s: float) -> list[TokenOutput]:
+        outputs = await asyncio.to_thread(self.engine.next_outputs, gateway, min(timeout_s, 0.1))
+        self._check()
+        return outputs
+
+    def _check(self) -> None:
+        if self.lost:
+            raise VerifierLost("it was killed")
+
+
+class SlowLink(NullLink):
+    """Makes every round take `pause_s` more; set `pause_s` at any time."""
+
+    def __init__(self) -> None:
+        self.pause_s = 0.0
+
+    def take_feature_spec(self) -> FeatureSpec | None:
+        time.sleep(self.pause_s)
+        return None
+
+
+class NoControl:
+    """The control plane of a gateway that stands alone."""
+
+    async def status(self) -> ServiceStatus:
+        raise Unavailable("there is no controller here")
+
+    async def scale(self, drafters: int | None, verifiers: int | None) -> tuple[int, int]:
+        raise Unavailable("there is no controller here")

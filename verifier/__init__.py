@@ -1,0 +1,1 @@
+"""The target plane: the served model, its cache, the round loop and the actor around it."""
