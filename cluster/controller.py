@@ -219,7 +219,7 @@ class Controller:
                 max_task_retries=0,
                 **placement(role, self._config.resources, nodes()),
             )
-            .remote(self._config)
+            .remote(self._config, name)
         )
         replica = Replica(role, name, handle)
         self._replicas[name] = replica

@@ -63,7 +63,7 @@ class OutOfTime(ServiceError):
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Ends a call that raised with the status that belongs to the exception."""
 
     async def intercept_service(

@@ -36,6 +36,8 @@ def connect(address: str | None, config: ServiceConfig, environment: Environment
     Returns what was done, in words. `address` "local" always starts one. A left-over address
     file of a dead cluster costs at most five seconds.
     """
+    if not config.target.path:
+        raise ConfigError("target.path", "", "name a model folder, a .gguf file or a hub id")
     if address == "local":
         return _start_local(config, environment)
     if address is not None:
@@ -80,8 +82,6 @@ def start_service(
 
     progress: told the actors' states twice a second until all are ready.
     """
-    if not config.target.path:
-        raise ConfigError("target.path", "", "name a model folder, a .gguf file or a hub id")
     controller = _claim(config)
     reference = controller.start.remote()
     give_up = time.monotonic() + 3 * config.control.start_timeout_s

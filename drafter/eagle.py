@@ -19,6 +19,7 @@ from outrider.drafter.assembly import DraftedStep, assemble
 from outrider.drafter.head import Eagle3Head, rope_tables
 from outrider.drafter.head_config import HeadError
 from outrider.drafter.kv_cache import CacheFull, HeadCache, Sequence
+from outrider.drafter.packed_linear import pack_linears
 from outrider.kernels.dispatch import sampler_for
 from outrider.kernels.rejection import DrawKeys, RowParameters
 from outrider.protos.messages import (
@@ -111,10 +112,13 @@ class Eagle3Drafter:
                 f"{embedding.shape[0]} x {embedding.shape[1]}; use a head trained for this target"
             )
         self.head = head.to(device)
+        self.fusion = head.fc.weight.detach().to(torch.bfloat16).cpu().contiguous()
+        self.dtype = self.head.fc.weight.dtype
+        if device.type == "cpu":
+            pack_linears(self.head)
         self.config = config
         self.settings = settings
         self.device = device
-        self.dtype = head.fc.weight.dtype
         self.embedding = embedding.to(device=device, dtype=self.dtype)
         self.rope = rope_tables(config, config.max_position_embeddings, device)
         self.d2t = head.target_ids() if config.reduced else None
@@ -134,13 +138,12 @@ class Eagle3Drafter:
 
     def feature_spec(self) -> FeatureSpec:
         """What the verifier must compute for this head: its layers, fused by `fc`."""
-        fc = self.head.fc.weight.detach().to(torch.bfloat16).cpu().contiguous()
         return FeatureSpec(
             layers=self.config.feature_layers,
             hidden_size=self.config.hidden_size,
             head_version=self.head_version,
             norm=None,
-            projection=fc.view(torch.uint16).numpy(),
+            projection=self.fusion.view(torch.uint16).numpy(),
         )
 
     def open(self, request: RequestOpen) -> None:

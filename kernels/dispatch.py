@@ -1,34 +1,48 @@
-"""The seam between the engine and the kernels: one sampler a device."""
+"""Which implementation of the sampler serves a device."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outrider.kernels import draft_sampling, rejection
-from outrider.kernels.draft_sampling import PackedDraft
-from outrider.kernels.rejection import DraftTokens, DrawKeys, RowParameters, Verification
+from outrider.kernels.draft_sampling import (
+    DEFAULT_MAX_SUPPORT,
+    DEFAULT_TAIL,
+    PackedDraft,
+    draft_and_pack,
+)
+from outrider.kernels.rejection import (
+    DraftTokens,
+    DrawKeys,
+    RowParameters,
+    Verification,
+    verify_rejection,
+)
 
+DEVICES = ("cpu", "cuda")
 METHODS = ("rejection",)
-_DEVICES = ("cpu", "cuda")
 
 
 class Sampler(Protocol):
-    """Draft sampling and verification on one kind of device."""
+    """The two halves of lossless speculation, on one device."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What serves, for people to read."""
+        ...
 
     def draft_and_pack(
         self,
         logits: Tensor,
         parameters: RowParameters,
         keys: DrawKeys,
-        d2t: Tensor | None,
-        *,
-        tail: float,
-        max_support: int,
+        d2t: Tensor | None = None,
+        tail: float = DEFAULT_TAIL,
+        max_support: int = DEFAULT_MAX_SUPPORT,
+        vocab_size: int | None = None,
     ) -> PackedDraft: ...
 
     def verify(
@@ -41,24 +55,23 @@ class Sampler(Protocol):
     ) -> Verification: ...
 
 
+@dataclass(frozen=True)
 class TorchSampler:
-    """Plain torch: every device, and the reference that kernels are compared with."""
+    """Plain torch operations; they serve every device."""
 
-    name = "torch"
+    name: str = "torch"
 
     def draft_and_pack(
         self,
         logits: Tensor,
         parameters: RowParameters,
         keys: DrawKeys,
-        d2t: Tensor | None,
-        *,
-        tail: float,
-        max_support: int,
+        d2t: Tensor | None = None,
+        tail: float = DEFAULT_TAIL,
+        max_support: int = DEFAULT_MAX_SUPPORT,
+        vocab_size: int | None = None,
     ) -> PackedDraft:
-        return draft_sampling.draft_and_pack(
-            logits, parameters, keys, d2t, tail=tail, max_support=max_support
-        )
+        return draft_and_pack(logits, parameters, keys, d2t, tail, max_support, vocab_size)
 
     def verify(
         self,
@@ -68,17 +81,17 @@ class TorchSampler:
         keys: DrawKeys,
         vocab_size: int,
     ) -> Verification:
-        return rejection.verify_rejection(logits, drafts, parameters, keys, vocab_size)
+        return verify_rejection(logits, drafts, parameters, keys, vocab_size)
 
 
-def sampler_for(device: torch.device, method: str = "rejection") -> Sampler:
-    """The sampler that serves a device.
+def sampler_for(device: torch.device | str, method: str = "rejection") -> Sampler:
+    """The sampler of a device and a verification method.
 
-    Raises:
-        ValueError: a kind of device that nothing here was tested on, or an unknown method.
+    Greedy requests are verified by equality under every method.
     """
-    if device.type not in _DEVICES:
-        raise ValueError(f"device: {device} is not supported; use one of {', '.join(_DEVICES)}")
+    kind = torch.device(device).type
+    if kind not in DEVICES:
+        raise ValueError(f"device: {str(device)!r} is not usable; choose one of {DEVICES}")
     if method not in METHODS:
-        raise ValueError(f"acceptance: {method!r} is not available; choose {', '.join(METHODS)}")
+        raise ValueError(f"method: {method!r} is not served; choose one of {METHODS}")
     return TorchSampler()

@@ -1,11 +1,8 @@
-"""Draft logits to a draft token and the packed law that it was drawn from.
+"""Draft sampling and packing: the law that is shipped is the law that is drawn from.
 
-The law is cut to the smallest support whose tail is within a bound, rounded down to float16, and
-only then sampled: what is shipped is exactly what was drawn from (invariant: q is what was
-sampled). Every float16 is a multiple of 2**-24, so the weights are whole numbers of 2**-24, sums
-of them are exact in any order, and the inverse of their cumulative sum is taken in integers.
-
-Axes: B rows, V' words of the draft vocabulary, C candidates of a row, M support entries.
+A row of draft logits becomes p (the request's own filters), is cut to the smallest support whose
+tail is small enough, rounded down to float16, and only then sampled, with integers, from exactly
+those weights. Truncation and rounding cost a little acceptance and nothing else.
 """
 
 from __future__ import annotations
@@ -19,126 +16,176 @@ from outrider.kernels.filters import filtered_probabilities
 from outrider.kernels.philox import Purpose, random_words
 from outrider.kernels.rejection import NO_TOKEN, DrawKeys, RowParameters
 
-WEIGHT_UNITS = 2**24
-# float32 probabilities may sum to a little more than 1; shrunk by this much, weights never do.
-_SHRINK = 1 - 2.0**-18
+# Every finite float16 is a whole number of these units.
+UNITS = 2**24
+DEFAULT_TAIL = 0.01
+DEFAULT_MAX_SUPPORT = 240
 
 
 @dataclass(frozen=True)
 class PackedDraft:
-    """One drafted token a row, in target ids.
+    """One draft token a request, in the target's vocabulary, with its law.
 
-    A greedy row has an empty support. A row whose logits were not finite has NO_TOKEN and none.
+    A row whose logits were not finite failed: it has NO_TOKEN and no support, and its chain ends
+    before it. Greedy rows have no support either; they are deterministic.
     """
 
     token_ids: Tensor  # int32 [B]
     cu_support: Tensor  # int32 [B+1]
     support_ids: Tensor  # int32 [M]
-    support_weights: Tensor  # float16 [M]
+    support_weights: Tensor  # float16 [M], above 0; a slice sums to at most 1
+    failed: Tensor  # bool [B]
 
 
 def draft_and_pack(
     logits: Tensor,
     parameters: RowParameters,
     keys: DrawKeys,
-    d2t: Tensor | None,
-    *,
-    tail: float = 0.01,
-    max_support: int = 240,
+    d2t: Tensor | None = None,
+    tail: float = DEFAULT_TAIL,
+    max_support: int = DEFAULT_MAX_SUPPORT,
+    vocab_size: int | None = None,
 ) -> PackedDraft:
-    """Draws one token a row and packs its law.
+    """Draws one token for each request and packs what it was drawn from.
 
     Args:
-        logits: [B, V'], any float type.
-        parameters: one row each.
-        keys: one row each; the DRAFT number of seed, sample index, base length and position.
-        d2t: int64 [V'], the target id of each draft id, or None where they are the same.
-        tail: the mass that a support may leave out.
-        max_support: the entries it may hold.
+        logits: [B, Vd] any float type, the draft head's.
+        parameters: one row a request; temperature 0 drafts the argmax.
+        keys: one row a request; the DRAFT number of seed, sample index, base length and position
+            decides, where the position is that of the drawn token.
+        d2t: int64 [Vd], the target id of each draft id, no two alike; None where they are equal.
+        tail: how much mass the support may leave out.
+        max_support: how many entries it may have.
+        vocab_size: columns of the logits from here on are padding; None if there are none.
     """
-    sampled = parameters.temperature > 0  # [B]
-    if bool(sampled.all()):
-        token, support, weights = _sample(logits, parameters, keys, tail, max_support)
-    else:
-        token, support, weights = _mixed(logits, sampled, parameters, keys, tail, max_support)
-    if d2t is not None:
-        real = token >= 0
-        token = torch.where(real, d2t[token.clamp(min=0)], token)
-        support = d2t[support]
-    held = weights > 0  # [B, C]
-    bounds = torch.zeros(len(token) + 1, dtype=torch.int32, device=logits.device)
-    torch.cumsum(held.sum(-1), 0, out=bounds[1:])
-    return PackedDraft(token.int(), bounds, support[held].int(), weights[held])
-
-
-def _mixed(
-    logits: Tensor,
-    sampled: Tensor,
-    parameters: RowParameters,
-    keys: DrawKeys,
-    tail: float,
-    max_support: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Greedy rows take the argmax; the others are sampled among themselves."""
-    broken = torch.isnan(logits).any(-1) | (logits.amax(-1).isinf())
-    token = torch.where(broken, NO_TOKEN, logits.argmax(-1))
-    rows = sampled.nonzero()[:, 0]
-    width = min(max_support, logits.shape[1])
-    support = torch.zeros(len(token), width, dtype=torch.long, device=logits.device)
-    weights = torch.zeros(len(token), width, dtype=torch.float16, device=logits.device)
-    if len(rows):
-        drawn = _sample(
-            logits[rows],
-            RowParameters(*(getattr(parameters, f)[rows] for f in _PARAMETERS)),
-            DrawKeys(*(getattr(keys, f)[rows] for f in _KEYS)),
-            tail,
-            max_support,
+    if max_support < 1:
+        raise ValueError(f"max_support: {max_support} is not usable; give at least 1")
+    if not 0 <= tail < 1:
+        raise ValueError(f"tail: {tail} is not usable; give a number from 0 and below 1")
+    if d2t is not None and len(d2t) != logits.shape[1]:
+        raise ValueError(
+            f"d2t: {len(d2t)} entries are not usable; the logits have {logits.shape[1]} columns"
         )
-        token[rows], support[rows], weights[rows] = drawn
-    return token, support, weights
+    if vocab_size is not None and vocab_size < logits.shape[1]:
+        logits = logits[:, :vocab_size]
+    sampled = parameters.temperature > 0
+    if bool(sampled.all()):
+        drawn, counts, ids, weights, failed = _sample(logits, parameters, keys, tail, max_support)
+    else:
+        drawn, counts, ids, weights, failed = _draft_some_greedily(
+            logits, parameters, keys, tail, max_support, sampled
+        )
+    if d2t is not None:
+        drawn, ids = d2t[drawn], d2t[ids]
+    cu_support = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    cu_support[1:] = counts.cumsum(0)
+    return PackedDraft(
+        token_ids=drawn.masked_fill(failed, NO_TOKEN).int(),
+        cu_support=cu_support,
+        support_ids=ids.int(),
+        support_weights=weights,
+        failed=failed,
+    )
 
 
-_PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
-_KEYS = ("seeds", "sample_indices", "base_lengths", "positions")
+Drafted = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Draft ids int64 [B], support sizes int64 [B], support ids int64 [M] and weights float16 [M] in
+draft ids, and which rows failed, bool [B]."""
 
 
 def _sample(
     logits: Tensor, parameters: RowParameters, keys: DrawKeys, tail: float, max_support: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens int64 [B], candidates int64 [B, C] and their weights float16 [B, C], 0 if cut."""
+) -> Drafted:
     p = filtered_probabilities(
         logits, parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p
     )
-    top, support = torch.topk(p, min(max_support, p.shape[1]), dim=-1)  # descending
-    weights = round_down(top * _SHRINK)
-    before = top.double().cumsum(-1) - top  # the mass ahead of each candidate
-    weights.masked_fill_(1 - before <= tail, 0.0)
-    units = (weights.double() * WEIGHT_UNITS).long()  # NaN comes out as nonsense, masked below
-    broken = torch.isnan(top[:, 0])
-    units.masked_fill_(broken[:, None], 0)
-    weights = torch.where(broken[:, None], torch.zeros_like(weights), weights)
-    sums = units.cumsum(-1)
-    high, low = random_words(
-        keys.seeds, keys.sample_indices, keys.base_lengths, keys.positions, Purpose.DRAFT
-    )
-    draw = scale_draw(high, low, sums[:, -1])
-    place = (sums <= draw[:, None]).sum(-1, keepdim=True).clamp_(max=sums.shape[1] - 1)
-    token = support.gather(1, place)[:, 0]
-    return torch.where(broken, NO_TOKEN, token), support, weights
+    failed = ~torch.isfinite(p[:, 0])
+    if bool(failed.any()):
+        p = p.masked_fill(failed[:, None], 0)
+    largest, ids = torch.topk(p, min(max_support, p.shape[1]), dim=-1)  # [B, S], descending
+    # An entry belongs to the smallest sufficient support if those before it leave out too much.
+    before = largest.double().cumsum(dim=-1) - largest
+    weights = round_down(largest.masked_fill_(before >= 1 - tail, 0))
+    units = (weights.double() * UNITS).long()
+    drawn = ids.gather(1, draw(units, keys)[:, None])[:, 0]
+    kept = units > 0
+    counts = kept.sum(dim=-1)
+    if bool(((counts == 0) & ~failed).any()):
+        raise ValueError(
+            f"logits: {p.shape[1]} columns are not usable; a law so flat rounds to nothing"
+        )
+    return drawn, counts, ids[kept], weights[kept], failed
+
+
+def _draft_some_greedily(
+    logits: Tensor,
+    parameters: RowParameters,
+    keys: DrawKeys,
+    tail: float,
+    max_support: int,
+    sampled: Tensor,
+) -> Drafted:
+    peaks, drawn = logits.max(dim=-1)
+    counts = torch.zeros_like(drawn)
+    failed = ~torch.isfinite(peaks)
+    rows = sampled.nonzero()[:, 0]
+    ids = drawn.new_empty(0)
+    weights = torch.empty(0, dtype=torch.float16, device=logits.device)
+    if len(rows):
+        drawn[rows], counts[rows], ids, weights, failed[rows] = _sample(
+            logits[rows],
+            RowParameters(
+                temperature=parameters.temperature[rows],
+                top_k=parameters.top_k[rows],
+                top_p=parameters.top_p[rows],
+                min_p=parameters.min_p[rows],
+            ),
+            DrawKeys(
+                seeds=keys.seeds[rows],
+                sample_indices=keys.sample_indices[rows],
+                base_lengths=keys.base_lengths[rows],
+                positions=keys.positions[rows],
+            ),
+            tail,
+            max_support,
+        )
+    return drawn, counts, ids, weights, failed
 
 
 def round_down(p: Tensor) -> Tensor:
-    """float32 probabilities in [0, 1] -> float16, towards 0."""
-    nearest = p.half()
-    above = nearest.float() > p
-    # Positive float16 are ordered like their bits: one less is the next value below.
-    return (nearest.view(torch.int16) - above.to(torch.int16)).view(torch.float16)
-
-
-def scale_draw(high: Tensor, low: Tensor, total: Tensor) -> Tensor:
-    """floor(bits * total / 2**64) of 64 random bits, exactly: uniform on 0..total-1 to 2**-40.
+    """The largest float16 weights that are at most p and sum to at most 1.
 
     Args:
-        high, low: int64 words below 2**32; total: int64 below 2**25.
+        p: float32 [B, S], descending, not negative; a row sums to 1 but for rounding.
+
+    Returns:
+        float16 [B, S].
     """
-    return (high * total + (low * total >> 32)) >> 32
+    bits = p.half().view(torch.int16)  # of numbers >= 0: the next smaller one is one less
+    bits = bits - (bits.view(torch.float16).float() > p).to(torch.int16)
+    # A float32 softmax may sum to a little more than 1. The excess is some 2**-20 at most, a step
+    # of the largest weight more than that.
+    sums = bits.view(torch.float16).sum(dim=-1, dtype=torch.float64)
+    bits[:, 0] -= (sums > 1).to(torch.int16)
+    return bits.view(torch.float16)
+
+
+def draw(units: Tensor, keys: DrawKeys) -> Tensor:
+    """Draws an index a row with probability units / their sum, to 2**-40, by integers alone.
+
+    Args:
+        units: int64 [B, S], not negative, at most UNITS in a row. A row of zeros gives 0.
+        keys: one row a draw.
+    """
+    high, low = random_words(
+        keys.seeds, keys.sample_indices, keys.base_lengths, keys.positions, Purpose.DRAFT
+    )
+    sums = units.cumsum(dim=-1)
+    total = sums[:, -1]
+    drawn = (high * total + (low * total >> 32)) >> 32  # floor(64 bits * total / 2**64)
+    return (
+        (sums <= drawn[:, None])
+        .sum(dim=-1)
+        .clamp_(max=units.shape[1] - 1)
+        .masked_fill_(total == 0, 0)
+    )

@@ -113,12 +113,6 @@ def negative_exponentials(
         float64 [B, size].
     """
     counters = torch.arange((size + WORDS - 1) // WORDS, device=seeds.device)
-    return _negative_exponentials(seeds, sample_indices, positions, purpose, counters)[:, :size]
-
-
-def _negative_exponentials(
-    seeds: Tensor, sample_indices: Tensor, positions: Tensor, purpose: Purpose, counters: Tensor
-) -> Tensor:
     low, high = _key(seeds)
     words = _rounds(
         counters[None, :],
@@ -128,12 +122,33 @@ def _negative_exponentials(
         low[:, None],
         high[:, None],
     )
-    numbers = torch.empty(
-        (len(seeds), len(counters), WORDS), dtype=torch.float64, device=seeds.device
-    )
+    shape = (len(seeds), len(counters), WORDS)
+    numbers = torch.empty(shape, dtype=torch.float64, device=seeds.device)
     for lane, word in enumerate(words):
         numbers[..., lane] = word
-    return numbers.add_(0.5).mul_(-(2.0**-32)).log1p_().flatten(1)
+    return _log_of_complement(numbers).flatten(1)[:, :size]
+
+
+def negative_exponentials_at(
+    seeds: Tensor, sample_indices: Tensor, positions: Tensor, purpose: Purpose, indices: Tensor
+) -> Tensor:
+    """The numbers of `negative_exponentials` at one index of each row: float64 [N]."""
+    low, high = _key(seeds)
+    words = _rounds(
+        indices // WORDS,
+        positions.long(),
+        torch.zeros_like(seeds),
+        _tag(sample_indices, purpose),
+        low,
+        high,
+    )
+    lanes = torch.stack(words).gather(0, (indices % WORDS)[None, :])[0]
+    return _log_of_complement(lanes.double())
+
+
+def _log_of_complement(words: Tensor) -> Tensor:
+    """log(1 - u) of float64 words, in place."""
+    return words.add_(0.5).mul_(-(2.0**-32)).log1p_()
 
 
 def _key(seeds: Tensor) -> tuple[Tensor, Tensor]:

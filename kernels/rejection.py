@@ -19,13 +19,21 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.filters import filtered_probabilities
-from outrider.kernels.philox import Purpose, negative_exponentials, random_words, unit_interval
+from outrider.kernels.philox import (
+    Purpose,
+    negative_exponentials,
+    negative_exponentials_at,
+    random_words,
+    unit_interval,
+)
 
 NO_TOKEN = -1
 
 # A race works through so many numbers at a time: its buffers stay in the cache of a core, and
 # their size does not grow with the batch.
 _RACE_SIZE = 2**16
+# One runner among so many indices is few: only the runners' numbers are drawn then.
+_SPARSE = 16
 
 
 @dataclass(frozen=True)
@@ -152,20 +160,15 @@ def race(weights: Tensor, keys: DrawKeys, positions: Tensor) -> tuple[Tensor, Te
 
 def _race_scores(weights: Tensor, seeds: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
     """Minus the arrival times; minus infinity without weight. Few runners draw few numbers."""
-    runners = weights.nonzero()  # [n, 2]
-    if len(runners) * _SPARSE >= weights.numel():
-        times = negative_exponentials(
-            seeds, samples, positions, Purpose.RECOVER, weights.shape[1]
-        )
-        return times / weights
-    rows, indices = runners.unbind(-1)
+    if int(torch.count_nonzero(weights)) * _SPARSE >= weights.numel():
+        times = negative_exponentials(seeds, samples, positions, Purpose.RECOVER, weights.shape[1])
+        return times.div_(weights)
+    rows, indices = weights.nonzero().unbind(-1)
     times = negative_exponentials_at(
         seeds[rows], samples[rows], positions[rows], Purpose.RECOVER, indices
     )
-    scores = torch.full(
-        weights.shape, float("-inf"), dtype=torch.float64, device=weights.device
-    )
-    return scores.index_put_((rows, indices), times / weights[rows, indices])
+    scores = torch.full(weights.shape, float("-inf"), dtype=torch.float64, device=weights.device)
+    return scores.index_put_((rows, indices), times.div_(weights[rows, indices]))
 
 
 @dataclass(frozen=True)
@@ -250,3 +253,162 @@ def _verify_sampled(
         again = empty.nonzero()[:, 0]
         drawn[again], _ = race(deciding[again], _keys_of(keys, again), positions[again])
     return _verification(num_accepted, drawn, failed)
+
+
+def _verify_mixed(
+    logits: Tensor,
+    drafts: DraftTokens,
+    chains: _Chains,
+    parameters: RowParameters,
+    keys: DrawKeys,
+    sampled: Tensor,
+) -> Verification:
+    """Greedy and sampled requests each as a batch of their own."""
+    result = Verification(
+        num_accepted=torch.empty(len(sampled), dtype=torch.int32, device=logits.device),
+        next_token_ids=torch.empty(len(sampled), dtype=torch.int32, device=logits.device),
+        failed=torch.empty_like(sampled),
+    )
+    for chosen in (sampled, ~sampled):
+        requests = chosen.nonzero()[:, 0]
+        part = verify_rejection(
+            logits[chosen.repeat_interleave(chains.lengths + 1, output_size=len(logits))],
+            _drafts_of(drafts, chains, chosen),
+            RowParameters(
+                temperature=parameters.temperature[requests],
+                top_k=parameters.top_k[requests],
+                top_p=parameters.top_p[requests],
+                min_p=parameters.min_p[requests],
+            ),
+            _keys_of(keys, requests),
+            vocab_size=logits.shape[1],
+        )
+        result.num_accepted[requests] = part.num_accepted
+        result.next_token_ids[requests] = part.next_token_ids
+        result.failed[requests] = part.failed
+    return result
+
+
+def _verification(num_accepted: Tensor, next_tokens: Tensor, failed: Tensor) -> Verification:
+    return Verification(
+        num_accepted=num_accepted.masked_fill(failed, 0).int(),
+        next_token_ids=next_tokens.masked_fill(failed, NO_TOKEN).int(),
+        failed=failed,
+    )
+
+
+@dataclass(frozen=True)
+class _DraftLaw:
+    """q of every draft token, sparse as it came."""
+
+    exists: Tensor  # bool [N], False for a rejected id that comes without a law
+    one_hot: Tensor  # bool [N], all the mass on the token itself
+    of_tokens: Tensor  # float32 [N], q of the draft token
+    entry_owners: Tensor  # int64 [M], the draft token of each support entry
+    of_entries: Tensor  # float32 [M]
+
+    @classmethod
+    def of(cls, drafts: DraftTokens, chains: _Chains, vocab_size: int) -> _DraftLaw:
+        """Normalises the weights, and refuses a law that cannot have produced its token."""
+        weights = drafts.support_weights.float()
+        if bool((~((weights >= 0) & (weights <= 1))).any()):
+            raise ValueError("support_weights: give finite weights from 0 to 1")
+        tokens, entries = len(drafts.token_ids), len(weights)
+        ends = drafts.cu_support.long()
+        sizes = ends.diff()
+        if len(sizes) != tokens or int(ends[0]) != 0 or int(ends[-1]) != entries:
+            raise ValueError(
+                f"cu_support: {len(sizes)} slices of {entries} entries are not usable; "
+                f"there are {tokens} draft tokens, and the last slice ends where the entries do"
+            )
+        one_hot = drafts.deterministic[chains.owners]
+        if entries == 0:
+            own = one_hot.float()
+            owners, q = sizes.new_empty(0), weights
+        else:
+            numbers = torch.arange(tokens, device=ends.device)
+            owners = numbers.repeat_interleave(sizes, output_size=entries)
+            zeros = weights.new_zeros(tokens)
+            # Multiples of 2**-24 that sum to at most 1: exact in float32, in every order.
+            q = weights / zeros.index_add(0, owners, weights)[owners]
+            mine = drafts.support_ids == drafts.token_ids[owners]
+            own = zeros.index_add(0, owners, q.masked_fill(~mine, 0))
+            own = own.masked_fill(one_hot, 1)
+        exists = own > 0
+        lawless = ~exists & (drafts.token_ids >= 0) & (drafts.token_ids < vocab_size)
+        if bool(lawless.any()):
+            worst = int(lawless.nonzero()[0])
+            raise ValueError(
+                f"token_ids[{worst}]: {int(drafts.token_ids[worst])} is not usable; its support "
+                f"has {int(sizes[worst])} entries and no weight for it. Ship the law that the "
+                "token was drawn from, or declare the drafts deterministic"
+            )
+        return cls(exists, one_hot, own, owners, q)
+
+
+def _accepted(
+    p: Tensor, law: _DraftLaw, drafts: DraftTokens, chains: _Chains, keys: DrawKeys
+) -> Tensor:
+    """bool [N], whether each draft token passes, whatever came before it."""
+    if not len(drafts.token_ids):
+        return torch.empty(0, dtype=torch.bool, device=p.device)
+    ids = drafts.token_ids.long()
+    exists = (ids >= 0) & (ids < p.shape[1])
+    owners = chains.owners
+    words, _ = random_words(
+        keys.seeds[owners],
+        keys.sample_indices[owners],
+        keys.base_lengths[owners],
+        keys.positions[owners] + chains.offsets,
+        Purpose.ACCEPT,
+    )
+    p_of_tokens = p[chains.token_rows, ids.masked_fill(~exists, 0)]
+    return exists & accepts(p_of_tokens, law.of_tokens, unit_interval(words))
+
+
+def _next_weights(
+    deciding: Tensor, law: _DraftLaw, drafts: DraftTokens, chains: _Chains, num_accepted: Tensor
+) -> Tensor:
+    """float32 [B, V], what the next token is drawn from: p after the last acceptance, (p - q)+
+    after a rejection. A rejected id without a law counts as if nothing had been drafted."""
+    if not len(drafts.token_ids):
+        return deciding
+    rejected = chains.offsets == num_accepted[chains.owners]  # [N], at most one a request
+    hot = (rejected & law.one_hot).nonzero()[:, 0]
+    spread = (rejected & law.exists & ~law.one_hot)[law.entry_owners].nonzero()[:, 0]
+    rows = chains.owners[torch.cat((hot, law.entry_owners[spread]))]
+    ids = torch.cat((drafts.token_ids[hot].long(), drafts.support_ids[spread].long()))
+    q = torch.cat((law.of_tokens[hot], law.of_entries[spread]))
+    inside = ((ids >= 0) & (ids < deciding.shape[1])).nonzero()[:, 0]
+    if not len(inside):
+        return deciding
+    return residual(deciding, rows[inside], ids[inside], q[inside])
+
+
+def _drafts_of(drafts: DraftTokens, chains: _Chains, chosen: Tensor) -> DraftTokens:
+    tokens = chosen[chains.owners]
+    sizes = drafts.cu_support.diff()
+    entries = tokens.repeat_interleave(sizes.long(), output_size=len(drafts.support_ids))
+    return DraftTokens(
+        cu_num_draft_tokens=_running_sums(chains.lengths[chosen]),
+        token_ids=drafts.token_ids[tokens],
+        cu_support=_running_sums(sizes[tokens]),
+        support_ids=drafts.support_ids[entries],
+        support_weights=drafts.support_weights[entries],
+        deterministic=drafts.deterministic[chosen],
+    )
+
+
+def _keys_of(keys: DrawKeys, requests: Tensor) -> DrawKeys:
+    return DrawKeys(
+        seeds=keys.seeds[requests],
+        sample_indices=keys.sample_indices[requests],
+        base_lengths=keys.base_lengths[requests],
+        positions=keys.positions[requests],
+    )
+
+
+def _running_sums(sizes: Tensor) -> Tensor:
+    sums = torch.zeros(len(sizes) + 1, dtype=torch.int32, device=sizes.device)
+    sums[1:] = sizes.cumsum(0)
+    return sums

@@ -6,7 +6,12 @@ w0 to w60.
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -15,7 +20,14 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from outrider.cluster.config import ServiceConfig, load_config
+from outrider.cluster.errors import Unavailable
+from outrider.cluster.gateway import Gateway, GatewayServer
+from outrider.cluster.status import ServiceStatus
+from outrider.cluster.verifiers import VerifierLost
 from outrider.drafter.checkpoint import save_head
+from outrider.protos.messages import FeatureSpec
+from outrider.verifier.link import NullLink
+from outrider.verifier.types import GenerationRequest, TokenOutput
 from tests.drafter.heads import tiny_head
 
 WORDS = 61
@@ -95,9 +107,7 @@ class LocalVerifier:
         self.engine = engine
         self.lost = False
 
-    async def submit(
-        self, gateway: str, requests: Sequence[GenerationRequest]
-    ) -> list[Any]:
+    async def submit(self, gateway: str, requests: Sequence[GenerationRequest]) -> list[Any]:
         self._check()
         return await asyncio.to_thread(self.engine.submit, gateway, list(requests))
 
@@ -134,3 +144,32 @@ class NoControl:
 
     async def scale(self, drafters: int | None, verifiers: int | None) -> tuple[int, int]:
         raise Unavailable("there is no controller here")
+
+
+@dataclass
+class Door:
+    """A gateway with everything behind it in reach."""
+
+    address: str
+    server: GatewayServer
+    verifier: LocalVerifier
+    link: SlowLink
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.server.gateway
+
+    @property
+    def rounds(self) -> int:
+        return int(self.verifier.engine.status()["rounds"])
+
+    @property
+    def running(self) -> int:
+        status = self.verifier.engine.status()
+        return int(status["running"]) + int(status["waiting"])
+
+    async def idle(self, limit_s: float = 5.0) -> None:
+        """Waits until the engine and the gateway hold no request."""
+        async with asyncio.timeout(limit_s):
+            while self.running or self.gateway.in_flight:
+                await asyncio.sleep(0.01)
