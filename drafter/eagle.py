@@ -140,7 +140,7 @@ class Eagle3Drafter:
         """What the verifier must compute for this head: its layers, fused by `fc`."""
         return FeatureSpec(
             layers=self.config.feature_layers,
-            hidden_size=self.config.hidden_size,
+            hidden_size=self.config.target_hidden_size,
             head_version=self.head_version,
             norm=None,
             projection=self.fusion.view(torch.uint16).numpy(),
@@ -311,7 +311,9 @@ def _keys(turns: list[_Turn], step: int, device: torch.device) -> DrawKeys:
     opened = [turn.request.open for turn in turns]
     committed = [turn.committed for turn in turns]
     return DrawKeys(
-        seeds=torch.tensor([o.seed for o in opened], dtype=torch.int64, device=device),
+        seeds=torch.from_numpy(np.array([o.seed for o in opened], np.uint64).view(np.int64)).to(
+            device
+        ),
         sample_indices=torch.tensor(
             [o.sample_index for o in opened], dtype=torch.int32, device=device
         ),

@@ -26,7 +26,8 @@ def filtered_probabilities(
             but -inf comes out as all NaN and disturbs no other.
         temperature: float32 [R], above 0.
         top_k: int32 [R], 0 is off. Ties at the border are kept.
-        top_p: float32 [R], 1 is off. Of ties at the border the higher ids are kept.
+        top_p: float32 [R], 1 is off. Of ties at the border the lower ids are kept (where
+            transformers leaves it to an unstable sort).
         min_p: float32 [R], 0 is off.
 
     Returns:
@@ -69,7 +70,7 @@ def _min_p(scores: Tensor, min_p: Tensor) -> Tensor:
 
 def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     """The nucleus, found among the largest logits where that is provably the whole answer."""
-    tail = (1 - top_p.double()).to(torch.float32)
+    tail = 1 - top_p.double()
     if scores.shape[1] <= 2 * _CANDIDATES:
         return _top_p_sorted(scores, tail)
     kept, settled = _top_p_of_candidates(scores, tail)
@@ -80,9 +81,10 @@ def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _top_p_sorted(scores: Tensor, tail: Tensor) -> Tensor:
-    ascending, order = torch.sort(scores, dim=-1, stable=True)
-    remove = torch.softmax(ascending, dim=-1).cumsum(dim=-1) <= tail[:, None]
-    remove[:, -1] = False
+    descending, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    ascending = torch.softmax(descending, dim=-1).flip(-1)
+    remove = (ascending.cumsum(dim=-1, dtype=torch.float64) <= tail[:, None]).flip(-1)
+    remove[:, 0] = False
     return _without(scores, torch.empty_like(remove).scatter_(1, order, remove))
 
 
@@ -93,7 +95,7 @@ def _top_p_of_candidates(scores: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     """
     probabilities = torch.softmax(scores, dim=-1)
     largest = torch.topk(probabilities, _CANDIDATES, dim=-1).values  # [R, C], descending
-    below = 1 - largest.double().cumsum(dim=-1)  # the mass after candidate i
+    below = 1 - largest.cumsum(dim=-1, dtype=torch.float64)  # the mass after candidate i
     kept_counts = (below > tail[:, None]).sum(dim=-1, keepdim=True) + 1  # [R, 1]
     last = (kept_counts - 1).clamp_(max=_CANDIDATES - 2)
     border = largest.gather(1, last)

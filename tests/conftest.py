@@ -22,6 +22,7 @@ from tests.cluster.support import (
     SlowLink,
     save_target,
     save_tiny_head,
+    start_engine,
     tiny_config,
 )
 

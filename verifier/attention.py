@@ -108,7 +108,9 @@ def plan_attention(
     slots: list[int] = []
     for segment in segments:
         for position in range(segment.context - segment.rows, segment.context):
-            slots.append(segment.blocks[position // block_size] * block_size + position % block_size)
+            slots.append(
+                segment.blocks[position // block_size] * block_size + position % block_size
+            )
     slots += [SCRATCH * block_size] * padding
     members: dict[tuple[bool, int], list[int]] = {}
     for number, segment in enumerate(segments):

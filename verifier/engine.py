@@ -75,7 +75,7 @@ class Engine:
         forward = self.target.forward(packing.pack(work, chains), self._features_for(work))
         verification = self._verify(forward.logits, work, chains)
         outputs += self._commit(work, chains, verification)
-        self._send(work, forward)
+        self._send(work, chains, forward)
         return outputs
 
     def submit(self, request: GenerationRequest) -> None:
@@ -184,9 +184,7 @@ class Engine:
         self, logits: Tensor, work: Sequence[Work], chains: Sequence[Chain | None]
     ) -> Verification | None:
         drawing = [
-            (item.request, chain)
-            for item, chain in zip(work, chains, strict=True)
-            if item.samples
+            (item.request, chain) for item, chain in zip(work, chains, strict=True) if item.samples
         ]
         if not drawing:
             return None
@@ -254,13 +252,15 @@ class Engine:
         del self._requests[request.source.request_id]
         return request.output(drafted, accepted, error)
 
-    def _send(self, work: Sequence[Work], forward: ForwardOutput) -> None:
+    def _send(
+        self, work: Sequence[Work], chains: Sequence[Chain | None], forward: ForwardOutput
+    ) -> None:
         """Features and known tokens of this round, for the requests that go on drafting."""
         extractor = self._extractor
-        told = packing.to_tell(work)
+        told = packing.to_tell(work, chains)
         if extractor is None or not told:
             return
-        index = packing.feature_rows(work, told, self.target.device)
+        index = packing.feature_rows(told, self.target.device)
         verdicts: VerdictBatch = packing.verdict_batch(
             told,
             extractor.rows(forward.states, index),

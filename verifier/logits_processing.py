@@ -29,6 +29,7 @@ class LogitsProcessor:
         device: torch.device,
     ) -> None:
         self._parameters = parameters
+        self.columns = columns
         self._penalises_output = bool(
             parameters.frequency_penalty != 0 or parameters.presence_penalty != 0
         )

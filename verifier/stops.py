@@ -79,9 +79,7 @@ class OutputAssembler:
         self._text += text
         # Of several, the one that ends first: the same however the text is cut into tokens.
         found = [
-            (at + len(stop), at)
-            for stop in self._stop
-            if (at := self._text.find(stop, begin)) >= 0
+            (at + len(stop), at) for stop in self._stop if (at := self._text.find(stop, begin)) >= 0
         ]
         if not found:
             return False

@@ -162,9 +162,7 @@ class Target:
             return self.model.lm_head(final), tuple(states[layer] for layer in everything)
 
         for rows in self._compiled.buckets:
-            plane.plan = plan_attention(
-                [], rows, plane.pool.block_size, 1, self.dtype, self.device
-            )
+            plane.plan = plan_attention([], rows, plane.pool.block_size, 1, self.dtype, self.device)
             ids = torch.zeros(1, rows, dtype=torch.long, device=self.device)
             self._compiled.compile(whole, rows, (ids, ids.clone()))
         plane.plan = None
