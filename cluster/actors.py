@@ -20,7 +20,7 @@ from outrider.cluster.config import ServiceConfig
 from outrider.cluster.placement import Handle
 from outrider.cluster.status import ServiceStatus
 from outrider.cluster.threads import use_threads
-from outrider.verifier.types import GenerationRequest, TokenOutput
+from outrider.verifier.types import GenerationRequest, Refusal, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -89,16 +89,16 @@ class VerifierActor:
             from outrider.cluster.loading import load_link, load_verifier
 
             self._link = load_link(self._config, drafters)
-            self._verifier, facts = load_verifier(self._config, self._link)
+            self._verifier, facts = load_verifier(self._config, self._link, self._name)
         except Exception as error:  # the process edge: the controller gets one line
             return _not_loaded(error)
         self._facts = {**_place(), "threads": threads, **facts}
         return Loaded(facts=self._facts)
 
     @ray.method(concurrency_group="control")
-    def submit(self, gateway: str, requests: list[GenerationRequest]) -> list[str | None]:
+    def submit(self, gateway: str, requests: list[GenerationRequest]) -> list[Refusal | None]:
         """Hands requests to the engine; per request None, or why it was refused."""
-        refusals: list[str | None] = self._verifier.submit(gateway, requests)
+        refusals: list[Refusal | None] = self._verifier.submit(gateway, requests)
         return refusals
 
     @ray.method(concurrency_group="control")

@@ -14,7 +14,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -123,7 +123,7 @@ class Client:
         request_id: str | None = None,
         timeout_s: float | None = None,
         **fields: Any,
-    ) -> Iterator[Chunk]:
+    ) -> Generator[Chunk, None, None]:
         """The answer piece by piece; `fields` are those of Options.
 
         Closing the iterator early cancels the request.
@@ -233,7 +233,7 @@ class AsyncClient:
         request_id: str | None = None,
         timeout_s: float | None = None,
         **fields: Any,
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """The answer piece by piece; leaving the iterator or its task cancels the request."""
         request = to_request(prompt, _chosen(options, fields), request_id or secrets.token_hex(8))
         attempts = _Attempts(timeout_s or self._timeout_s)

@@ -1,8 +1,7 @@
-"""What the actors add to a drafter and a verifier: bytes on one side, a clock on the other."""
+"""What a drafter actor adds to a drafter: bytes in, bytes out."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -15,7 +14,6 @@ from outrider.protos.messages import (
     RequestOpen,
     VerdictBatch,
 )
-from outrider.verifier.types import TokenOutput
 
 Kind = TypeVar("Kind")
 
@@ -75,27 +73,6 @@ class DraftEndpoint:
         )
         size: int = without_law + entry_bytes * self._max_support * with_law
         return size
-
-
-class DecodeClock:
-    """Times each request's stream where it leaves the verifier."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.seconds = 0.0
-        self._started: dict[str, tuple[float, int]] = {}  # when the first output left; its tokens
-
-    def record(self, outputs: Sequence[TokenOutput]) -> None:
-        """Notes outputs as they leave."""
-        now = time.monotonic()
-        for output in outputs:
-            begun = self._started.get(output.request_id)
-            if begun is None and output.token_ids:
-                begun = self._started[output.request_id] = (now, output.completion_tokens)
-            if output.finish_reason is not None and begun is not None:
-                del self._started[output.request_id]
-                self.seconds += now - begun[0]
-                self.tokens += output.completion_tokens - begun[1]
 
 
 def _expect(data: bytes, kind: type[Kind]) -> Kind:

@@ -34,7 +34,7 @@ from outrider.cluster.verifiers import Verifier, VerifierLost
 from outrider.protos import outrider_pb2 as pb
 from outrider.protos import outrider_pb2_grpc as pb_grpc
 from outrider.protos.sampling import InvalidField
-from outrider.verifier.types import GenerationRequest
+from outrider.verifier.types import GenerationRequest, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,9 @@ class Gateway:
             raise Unavailable(f"verifier {name} was lost: {error}", 1.0) from error
         if refusal is not None:
             del self._streams[request.request_id]
-            raise InvalidRequest(refusal)
+            if refusal.retry:
+                raise Overloaded(refusal.message, 1.0)
+            raise InvalidRequest(refusal.message)
         return stream
 
     async def _answers(
@@ -230,7 +232,7 @@ class Gateway:
         self._release(request_id, stream)
 
     async def _cancel_submitted(
-        self, submission: asyncio.Task[list[str | None]], stream: Stream
+        self, submission: asyncio.Task[list[Refusal | None]], stream: Stream
     ) -> None:
         # A cancel that overtook its submit would find nothing to stop.
         await asyncio.wait([submission])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from huggingface_hub import snapshot_download
 
 from outrider.cluster.config import ConfigError, ServiceConfig
 from outrider.cluster.encoder import TokenizerEncoder
-from outrider.cluster.links import InProcessDraftLink, RayDraftLink
+from outrider.cluster.links import InProcessDraftLink, LinkStats, RayDraftLink
 from outrider.cluster.placement import Handle
+from outrider.cluster.status import EngineTotals, LinkTotals
 from outrider.drafter.checkpoint import load_head
 from outrider.drafter.eagle import DraftSettings, Eagle3Drafter
 from outrider.drafter.embedding import read_embedding
+from outrider.kernels.dispatch import sampler_for
 from outrider.protos.sampling import InvalidField, SamplingParameters
+from outrider.verifier.actor import VerifierActor
 from outrider.verifier.device import own_device
 from outrider.verifier.engine import Engine
 from outrider.verifier.link import DraftLink, NullLink
@@ -48,7 +52,7 @@ def load_drafter(config: ServiceConfig, sender: str) -> tuple[Eagle3Drafter, dic
         service=config.service,
         sender=sender,
     )
-    return drafter, {"device": str(device), "sampler": type(drafter.sampler).__name__}
+    return drafter, {"device": str(device), "sampler": drafter.sampler.name}
 
 
 def load_link(config: ServiceConfig, drafters: Mapping[str, Handle]) -> DraftLink:
@@ -89,6 +93,52 @@ def target_config(config: ServiceConfig) -> TargetConfig:
         dtype=chosen_dtype(config.target.dtype),
         compile=config.target.compile,
     )
+
+
+def load_verifier(
+    config: ServiceConfig, link: DraftLink, sender: str
+) -> tuple[VerifierActor, dict[str, Any]]:
+    """The running engine, and what the service needs to know about it."""
+    target = Target.load(target_config(config))
+    engine = Engine(target, engine_config(config, sender), link)
+    target.warm_up()
+    facts = {
+        "device": str(target.device),
+        "sampler": sampler_for(target.device).name,
+        "vocab_size": target.vocab_size,
+        "max_context": engine.max_context,
+    }
+    return VerifierActor(engine), facts
+
+
+def verifier_status(verifier: VerifierActor, link: DraftLink) -> dict[str, Any]:
+    """The numbers of an engine and its link, for the controller."""
+    numbers = verifier.status()
+    moved = link.stats if isinstance(link, RayDraftLink) else LinkStats()
+    names = {item.name for item in dataclasses.fields(EngineTotals)} & numbers.keys()
+    totals = EngineTotals(
+        **{
+            **{name: numbers[name] for name in names},
+            "draft_bytes": moved.draft_bytes,
+            "verdict_bytes": moved.verdict_bytes,
+            "link": LinkTotals(
+                lost_drafters=moved.lost_drafters,
+                abandoned_requests=moved.abandoned_requests,
+                malformed_messages=moved.malformed_messages,
+                overflows=moved.overflows,
+            ),
+        }
+    )
+    return {
+        "totals": totals,
+        "running_requests": numbers["running"],
+        "waiting_requests": numbers["waiting"],
+        "kv_blocks_used": numbers["kv_blocks_used"],
+        "kv_blocks_total": numbers["kv_blocks_total"],
+        "requests_per_drafter": (
+            link.requests_per_drafter if isinstance(link, RayDraftLink) else {}
+        ),
+    }
 
 
 def plain_and_drafted(

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from ray.exceptions import RayActorError, RayTaskError
 
 from outrider.cluster.placement import Handle
-from outrider.verifier.types import GenerationRequest, TokenOutput
+from outrider.verifier.types import GenerationRequest, Refusal, TokenOutput
 
 Result = TypeVar("Result")
 
@@ -21,7 +21,9 @@ class VerifierLost(Exception):
 class Verifier(Protocol):
     """What the gateway asks of a verifier; every call raises VerifierLost when there is none."""
 
-    async def submit(self, gateway: str, requests: Sequence[GenerationRequest]) -> list[str | None]:
+    async def submit(
+        self, gateway: str, requests: Sequence[GenerationRequest]
+    ) -> list[Refusal | None]:
         """Hands requests over; per request None, or why it was refused."""
         ...
 
@@ -41,7 +43,9 @@ class RayVerifier:
         self._handle = handle
         self._call_timeout_s = call_timeout_s
 
-    async def submit(self, gateway: str, requests: Sequence[GenerationRequest]) -> list[str | None]:
+    async def submit(
+        self, gateway: str, requests: Sequence[GenerationRequest]
+    ) -> list[Refusal | None]:
         """See Verifier."""
         return await self._answer(self._handle.submit.remote(gateway, list(requests)))
 

@@ -217,9 +217,11 @@ class _Chains:
 
 def _verify_greedy(logits: Tensor, drafts: DraftTokens, chains: _Chains) -> Verification:
     peaks, best = logits.max(dim=-1)  # the first index of equal values; NaN wins
-    num_accepted = chains.count_accepted(best[chains.token_rows] == drafts.token_ids)
-    rows = chains.first_rows + num_accepted
-    return _verification(num_accepted, best[rows], ~torch.isfinite(peaks[rows]))
+    finite = torch.isfinite(peaks)
+    rows = chains.token_rows
+    num_accepted = chains.count_accepted((best[rows] == drafts.token_ids) & finite[rows])
+    deciding = chains.first_rows + num_accepted
+    return _verification(num_accepted, best[deciding], ~finite[deciding])
 
 
 def _verify_sampled(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from outrider.protos.messages import Array, DraftBatch, Int32, MalformedMessage
-from outrider.verifier.link import Batch, no_drafts
+from outrider.verifier.link import Batch
 from outrider.verifier.request import Request
 
 

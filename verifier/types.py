@@ -154,5 +154,13 @@ class TargetConfig:
             raise InvalidField("threads", self.threads, "give at least 0")
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a request was not taken. retry: the same request may be taken later."""
+
+    message: str
+    retry: bool
+
+
 class QueueFull(Exception):
     """No room for another waiting request; try again later."""

@@ -22,11 +22,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from outrider.cluster.config import ServiceConfig, load_config
 from outrider.cluster.errors import Unavailable
 from outrider.cluster.gateway import Gateway, GatewayServer
+from outrider.cluster.loading import engine_config, target_config
 from outrider.cluster.status import ServiceStatus
 from outrider.cluster.verifiers import VerifierLost
 from outrider.drafter.checkpoint import save_head
 from outrider.protos.messages import FeatureSpec
+from outrider.verifier.actor import VerifierActor
+from outrider.verifier.engine import Engine
 from outrider.verifier.link import NullLink
+from outrider.verifier.target import Target
 from outrider.verifier.types import GenerationRequest, TokenOutput
 from tests.drafter.heads import tiny_head
 
@@ -58,10 +62,10 @@ def save_target(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_tiny_head(folder: Path, seed: int = 0, **changes: object) -> None:
+def save_tiny_head(folder: Path, **changes: object) -> None:
     """Writes a head that fits the target."""
     folder.mkdir(exist_ok=True)
-    save_head(tiny_head(seed, max_position_embeddings=POSITIONS, **changes), folder)
+    save_head(tiny_head(max_position_embeddings=POSITIONS, **changes), folder)
 
 
 def tiny_config(models: Path, **overrides: object) -> ServiceConfig:
@@ -116,7 +120,9 @@ class LocalVerifier:
         await asyncio.to_thread(self.engine.cancel, list(request_ids))
 
     async def next_outputs(self, gateway: str, timeout_s: float) -> list[TokenOutput]:
-        outputs = await asyncio.to_thread(self.engine.next_outputs, gateway, min(timeout_s, 0.1))
+        outputs: list[TokenOutput] = await asyncio.to_thread(
+            self.engine.next_outputs, gateway, min(timeout_s, 0.1)
+        )
         self._check()
         return outputs
 
@@ -175,8 +181,7 @@ class Door:
                 await asyncio.sleep(0.01)
 
 
-def start_engine(config: ServiceConfig, link: Any) -> Any:
-    import sys
-    sys.path.insert(0, "/tmp/cl")
-    from fake import FakeEngine
-    return FakeEngine(config, link)
+def start_engine(config: ServiceConfig, link: NullLink) -> VerifierActor:
+    """A running engine in this process."""
+    target = Target.load(target_config(config))
+    return VerifierActor(Engine(target, engine_config(config, "v"), link))

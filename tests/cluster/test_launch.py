@@ -41,8 +41,13 @@ def environment(folder: Path, content: str | None, address: str | None = None) -
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was joined or started, without doing it."""
     calls: list[str] = []
-    monkeypatch.setattr(launch, "_join", lambda address: calls.append(address) or "")
-    monkeypatch.setattr(launch, "_start_local", lambda *given: calls.append("local") or "")
+
+    def join(address: str) -> str:
+        calls.append(address)
+        return ""
+
+    monkeypatch.setattr(launch, "_join", join)
+    monkeypatch.setattr(launch, "_start_local", lambda *given: join("local"))
     return calls
 
 

@@ -1,11 +1,9 @@
-"""What the gateway and the verifier's clock count, by hand-made outputs."""
+"""What the gateway counts and passes on, by hand-made outputs."""
 
 from __future__ import annotations
 
 import pytest
 
-from outrider.cluster import endpoints
-from outrider.cluster.endpoints import DecodeClock
 from outrider.cluster.streams import DraftCounter, Stream, response
 from outrider.protos import outrider_pb2 as pb
 from outrider.verifier.types import BONUS, PLAIN, RECOVERED, TokenOutput
@@ -47,17 +45,3 @@ async def test_a_stream_ends_with_the_output_that_finishes_it() -> None:
     stream.push(output((PLAIN,), 0, 0, 2, "length"))
     assert stream.finished
     assert [len(one.token_ids) async for one in stream.outputs()] == [1, 1]
-
-
-def test_the_clock_times_streams_without_their_first_output(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    times = iter([10.0, 10.5, 11.0, 12.0])
-    monkeypatch.setattr(endpoints.time, "monotonic", lambda: next(times))
-    clock = DecodeClock()
-    clock.record([output((PLAIN,), 0, 0, 1)])
-    clock.record([output((1, BONUS), 1, 1, 3)])
-    clock.record([output((1, BONUS), 1, 1, 5, "length")])
-    assert (clock.tokens, clock.seconds) == (4, 1.0)
-    clock.record([output((), 0, 0, 0, "cancelled")])
-    assert (clock.tokens, clock.seconds) == (4, 1.0)

@@ -1,0 +1,226 @@
+"""An engine with a thread of its own, and bounded mail for the gateways it answers.
+
+One thread runs rounds; calls from elsewhere leave a note for it and return. A gateway asks for
+its outputs with one outstanding call at a time, which waits until there is something.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from outrider.protos.sampling import InvalidField
+from outrider.verifier.engine import Engine
+from outrider.verifier.types import GenerationRequest, QueueFull, Refusal, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_MAIL = 65536  # outputs that a gateway may leave unread before its requests are cancelled
+_IDLE_S = 1.0
+
+
+class EngineFailed(RuntimeError):
+    """The round loop has ended with an error; the process must be replaced."""
+
+
+@dataclass
+class _Mailbox:
+    """What one gateway has not fetched yet."""
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+
+@dataclass
+class _Pace:
+    """Time spent in rounds that only decoded, and the tokens they gave."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class VerifierActor:
+    """Owns an engine. Every public method may be called from any thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._engine_lock = threading.Lock()  # a round, or a submission between two rounds
+        self._mail: dict[str, _Mailbox] = {}
+        self._owner: dict[str, str] = {}  # request id -> gateway
+        self._pace = _Pace()
+        self._waiting_calls = 0
+        self._draining = False
+        self._stopping = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The target's, if it has one."""
+        return self._engine.target.tokenizer
+
+    def submit(self, gateway: str, requests: Sequence[GenerationRequest]) -> list[Refusal | None]:
+        """Queues requests; per request None, or why it was refused."""
+        self._check()
+        answers = [self._submit(gateway, request) for request in requests]
+        with self._changed:
+            self._changed.notify_all()
+        return answers
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """Ends requests before the next round; unknown ids are ignored."""
+        self._check()
+        with self._between_rounds():
+            for request_id in request_ids:
+                self._engine.cancel(request_id)
+        with self._changed:
+            self._changed.notify_all()
+
+    def next_outputs(self, gateway: str, timeout_s: float) -> list[TokenOutput]:
+        """What came for a gateway since its last call; waits for something, but not forever."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            box = self._mail.setdefault(gateway, _Mailbox())
+            while not box.outputs and self._error is None and not self._stopping:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return []
+                self._changed.wait(left)
+            outputs, box.outputs = box.outputs, []
+        if not outputs:
+            self._check()
+        return outputs
+
+    def status(self) -> dict[str, Any]:
+        """The engine's counters, how fast it decodes, and whether it is draining.
+
+        Raises:
+            EngineFailed: the round loop has ended.
+        """
+        self._check()
+        return {
+            **asdict(self._engine.stats),
+            "decode_tokens": self._pace.tokens,
+            "decode_seconds": self._pace.seconds,
+            "draining": self._draining,
+        }
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes no more requests and waits for those in flight; whether all have ended."""
+        self._draining = True
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while self._owner and self._error is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, _IDLE_S))
+        return True
+
+    def shutdown(self) -> None:
+        """Stops the round loop after the round under way, and lets the link go."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout=30)
+        self._engine.link.close_link()
+
+    def _submit(self, gateway: str, request: GenerationRequest) -> Refusal | None:
+        if self._draining:
+            return Refusal("the verifier is draining; try again", retry=True)
+        with self._between_rounds():
+            try:
+                self._engine.submit(request)
+            except InvalidField as error:
+                return Refusal(str(error), retry=False)
+            except QueueFull as error:
+                return Refusal(str(error), retry=True)
+            with self._changed:
+                self._owner[request.request_id] = gateway
+        return None
+
+    def _between_rounds(self) -> _Turn:
+        """The engine, for a moment. The round loop lets waiting calls go first."""
+        return _Turn(self)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._wait_for_work()
+                with self._engine_lock:
+                    if self._engine.has_work() and not self._stopping:
+                        began = time.perf_counter()
+                        outputs = self._engine.step()
+                        self._measure(outputs, time.perf_counter() - began)
+                        self._deliver(outputs)
+        except Exception as error:  # the thread's edge: every later call reports it
+            logger.exception("the round loop has ended")
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _wait_for_work(self) -> None:
+        with self._changed:
+            while self._waiting_calls and not self._stopping:
+                self._changed.wait(_IDLE_S)
+            while not (self._engine.has_work() or self._waiting_calls or self._stopping):
+                self._changed.wait(_IDLE_S)
+
+    def _measure(self, outputs: Sequence[TokenOutput], seconds: float) -> None:
+        """Counts a round in which every answer was already under way."""
+        tokens = sum(len(output.token_ids) for output in outputs)
+        begun = all(output.completion_tokens > len(output.token_ids) for output in outputs)
+        if tokens and begun:
+            self._pace.tokens += tokens
+            self._pace.seconds += seconds
+
+    def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
+        with self._changed:
+            for output in outputs:
+                gateway = self._owner.get(output.request_id)
+                if gateway is None:
+                    continue
+                box = self._mail.setdefault(gateway, _Mailbox())
+                box.outputs.append(output)
+                if output.finish_reason is not None:
+                    del self._owner[output.request_id]
+            lost = [name for name, box in self._mail.items() if len(box.outputs) > MAX_MAIL]
+            for name in lost:
+                self._abandon(name)
+            self._changed.notify_all()
+
+    def _abandon(self, gateway: str) -> None:
+        logger.warning("gateway %s reads nothing; its requests are cancelled", gateway)
+        for request_id in [r for r, owner in self._owner.items() if owner == gateway]:
+            del self._owner[request_id]
+            self._engine.cancel(request_id)
+        del self._mail[gateway]
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise EngineFailed(f"the round loop has ended: {self._error!r}") from self._error
+
+
+class _Turn:
+    """Holds the engine between two rounds; announces itself, so that the loop makes way."""
+
+    def __init__(self, actor: VerifierActor) -> None:
+        self._actor = actor
+
+    def __enter__(self) -> None:
+        actor = self._actor
+        with actor._changed:
+            actor._waiting_calls += 1
+        actor._engine_lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        actor = self._actor
+        actor._engine_lock.release()
+        with actor._changed:
+            actor._waiting_calls -= 1
+            actor._changed.notify_all()
