@@ -57,7 +57,7 @@ class Usage:
 class Chunk:
     """One response of a stream; the last one carries the finish reason and the counts.
 
-    token_texts: where wanted, each token as text of its own, for display.
+    token_texts: where wanted, what text each token completes.
     """
 
     request_id: str

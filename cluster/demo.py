@@ -19,6 +19,7 @@ import ray
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 from outrider.cluster.client import Client
 from outrider.cluster.completion import Completion, join
@@ -159,6 +160,7 @@ def _identical_to_plain(config: ServiceConfig) -> bool:
     In bfloat16 two passes over different row counts may round a near-tie either way; in float32
     nothing but a fault can make a difference.
     """
+    disable_progress_bar()
     exact = config.replaced({"target.dtype": "float32", "draft.placement": "colocated"})
     use_threads(config.resources.verifier_threads)
     answers = plain_and_drafted(exact, SHOWN[0], CHECKED_TOKENS)

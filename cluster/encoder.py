@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.protos.sampling import InvalidField
+from outrider.verifier.detokenize import Detokenizer, decoder_of
 
 
 class TokenizerEncoder:
@@ -34,6 +35,6 @@ class TokenizerEncoder:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """See PromptEncoder."""
-        return [self._tokenizer.decode([token]) for token in token_ids]
+        return Detokenizer(decoder_of(self._tokenizer), prompt_ids)

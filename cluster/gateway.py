@@ -115,10 +115,13 @@ class Gateway:
             engine_id = f"{request_id}@{self.name}.{next(self._serials)}"
             request = build(message, engine_id, parameters, ids, self.limits)
             stream = await self._submit(request)
+            pieces = None
+            if message.want_token_texts and self._encoder is not None:
+                pieces = self._encoder.detokenizer(ids)
             async with aclosing(self._answers(request_id, request, stream)) as answers:
                 async for answer in answers:
-                    if message.want_token_texts and self._encoder is not None:
-                        answer.token_texts.extend(self._encoder.pieces(answer.token_ids))
+                    if pieces is not None:
+                        answer.token_texts.extend(map(pieces.push, answer.token_ids))
                     yield answer
         finally:
             if stream is None or stream.finished:

@@ -186,6 +186,6 @@ def _start_local(config: ServiceConfig, environment: Environment) -> str:
         object_store_memory=LOCAL_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level=logging.WARNING,
+        logging_level=logging.ERROR,
     )
     return "started a local Ray"

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from outrider.protos import outrider_pb2 as pb
 from outrider.protos.sampling import InvalidField, SamplingParameters
+from outrider.verifier.detokenize import Detokenizer
 from outrider.verifier.types import GenerationRequest
 
 ROLES = ("system", "user", "assistant")
@@ -18,7 +19,7 @@ MAX_SEED = 2**63 - 1
 
 
 class PromptEncoder(Protocol):
-    """Turns text into the target's token ids, in a worker thread, and tokens into pieces."""
+    """Turns text into the target's token ids, in a worker thread, and tokens into text."""
 
     def encode(self, text: str) -> list[int]:
         """Plain text, with the special tokens that the model wants in front."""
@@ -28,8 +29,8 @@ class PromptEncoder(Protocol):
         """(role, content) pairs through the chat template, ready for the answer."""
         ...
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as text of its own, for display."""
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+        """The text that each token of an answer completes."""
         ...
 
 

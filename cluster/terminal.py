@@ -70,7 +70,7 @@ def status_table(status: ServiceStatus) -> Table:
         for replica in role.replicas:
             blocks = f"{replica.kv_blocks_used}/{replica.kv_blocks_total}"
             table.add_row(
-                replica.name,
+                "/".join(replica.name.split("/")[-2:]),
                 replica.state,
                 replica.device,
                 replica.sampler,

@@ -174,7 +174,8 @@ def draw(units: Tensor, keys: DrawKeys) -> Tensor:
     """Draws an index a row with probability units / their sum, to 2**-40, by integers alone.
 
     Args:
-        units: int64 [B, S], not negative, at most UNITS in a row. A row of zeros gives 0.
+        units: int64 [B, S], not negative, at most UNITS in a row. A row of zeros gives its
+            last index.
         keys: one row a draw.
     """
     high, low = random_words(
@@ -183,9 +184,4 @@ def draw(units: Tensor, keys: DrawKeys) -> Tensor:
     sums = units.cumsum(dim=-1)
     total = sums[:, -1]
     drawn = (high * total + (low * total >> 32)) >> 32  # floor(64 bits * total / 2**64)
-    return (
-        (sums <= drawn[:, None])
-        .sum(dim=-1)
-        .clamp_(max=units.shape[1] - 1)
-        .masked_fill_(total == 0, 0)
-    )
+    return (sums <= drawn[:, None]).sum(dim=-1).clamp_(max=units.shape[1] - 1)

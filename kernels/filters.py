@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# A nucleus is looked for among so many largest logits before the whole row is sorted.
-_CANDIDATES = 1024
+# A nucleus is looked for among so many largest logits, and more, before the whole row is sorted.
+_CANDIDATES = (1024, 8192)
 
 
 def filtered_probabilities(
@@ -69,15 +69,18 @@ def _min_p(scores: Tensor, min_p: Tensor) -> Tensor:
 
 
 def _top_p(scores: Tensor, top_p: Tensor) -> Tensor:
-    """The nucleus, found among the largest logits where that is provably the whole answer."""
-    tail = 1 - top_p.double()
-    if scores.shape[1] <= 2 * _CANDIDATES:
+    return _nucleus(scores, 1 - top_p.double(), _CANDIDATES)
+
+
+def _nucleus(scores: Tensor, tail: Tensor, candidates: tuple[int, ...]) -> Tensor:
+    """Found among a few candidates in the rows where that is provably the whole answer."""
+    if not candidates or scores.shape[1] <= 2 * candidates[0]:
         return _top_p_sorted(scores, tail)
-    kept, settled = _top_p_of_candidates(scores, tail)
-    if not bool(settled.all()):
-        rows = (~settled).nonzero()[:, 0]
-        kept = kept.index_copy(0, rows, _top_p_sorted(scores[rows], tail[rows]))
-    return kept
+    kept, settled = _top_p_of_candidates(scores, tail, candidates[0])
+    if bool(settled.all()):
+        return kept
+    rows = (~settled).nonzero()[:, 0]
+    return kept.index_copy(0, rows, _nucleus(scores[rows], tail[rows], candidates[1:]))
 
 
 def _top_p_sorted(scores: Tensor, tail: Tensor) -> Tensor:
@@ -88,18 +91,18 @@ def _top_p_sorted(scores: Tensor, tail: Tensor) -> Tensor:
     return _without(scores, torch.empty_like(remove).scatter_(1, order, remove))
 
 
-def _top_p_of_candidates(scores: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+def _top_p_of_candidates(scores: Tensor, tail: Tensor, candidates: int) -> tuple[Tensor, Tensor]:
     """The nucleus by a threshold on probabilities, and for which rows it is certain.
 
     It is where the nucleus ends among the candidates and the token after its last is no tie.
     """
     probabilities = torch.softmax(scores, dim=-1)
-    largest = torch.topk(probabilities, _CANDIDATES, dim=-1).values  # [R, C], descending
+    largest = torch.topk(probabilities, candidates, dim=-1).values  # [R, C], descending
     below = 1 - largest.cumsum(dim=-1, dtype=torch.float64)  # the mass after candidate i
     kept_counts = (below > tail[:, None]).sum(dim=-1, keepdim=True) + 1  # [R, 1]
-    last = (kept_counts - 1).clamp_(max=_CANDIDATES - 2)
+    last = (kept_counts - 1).clamp_(max=candidates - 2)
     border = largest.gather(1, last)
-    certain = (kept_counts < _CANDIDATES) & (largest.gather(1, last + 1) < border)
+    certain = (kept_counts < candidates) & (largest.gather(1, last + 1) < border)
     return _without(scores, probabilities < border), certain[:, 0]
 
 

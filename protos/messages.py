@@ -294,7 +294,8 @@ def _check_header(message: VerdictBatch | DraftBatch) -> None:
     for name in ("service", "sender"):
         value = getattr(message, name)
         if not isinstance(value, str) or len(value) > MAX_NAME_LENGTH or not value.isprintable():
-            raise MalformedMessage(name, value, f"give up to {MAX_NAME_LENGTH} printable characters")
+            remedy = f"give at most {MAX_NAME_LENGTH} printable characters"
+            raise MalformedMessage(name, value, remedy)
     for name in ("round", "target_version", "head_version"):
         _check_scalar(name, getattr(message, name), 0, 2**63 - 1)
 

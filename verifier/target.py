@@ -135,7 +135,7 @@ class Target:
         )
         ids = torch.tensor([[*batch.token_ids, *[0] * padding]], device=self.device)
         positions = torch.tensor([[*batch.positions, *[0] * padding]], device=self.device)
-        rows = torch.tensor(batch.logit_rows, device=self.device)
+        rows = torch.tensor(batch.logit_rows, dtype=torch.long, device=self.device)
         try:
             if graph is not None:
                 logits, kept = graph.run(ids, positions)

@@ -62,10 +62,10 @@ def save_target(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_tiny_head(folder: Path, **changes: object) -> None:
-    """Writes a head that fits the target."""
+def save_tiny_head(folder: Path, **changes: Any) -> None:
+    """Writes a head that fits the target, but for the changes."""
     folder.mkdir(exist_ok=True)
-    save_head(tiny_head(max_position_embeddings=POSITIONS, **changes), folder)
+    save_head(tiny_head(**{"max_position_embeddings": POSITIONS, **changes}), folder)
 
 
 def tiny_config(models: Path, **overrides: object) -> ServiceConfig:
@@ -120,8 +120,9 @@ class LocalVerifier:
         await asyncio.to_thread(self.engine.cancel, list(request_ids))
 
     async def next_outputs(self, gateway: str, timeout_s: float) -> list[TokenOutput]:
+        timeout_s = min(timeout_s, 0.1)  # a thread cannot be cancelled
         outputs: list[TokenOutput] = await asyncio.to_thread(
-            self.engine.next_outputs, gateway, min(timeout_s, 0.1)
+            self.engine.next_outputs, gateway, timeout_s
         )
         self._check()
         return outputs

@@ -72,6 +72,8 @@ async def test_token_texts_come_on_demand(client: AsyncClient) -> None:
         )
     ]
     assert all(len(chunk.token_texts) == len(chunk.token_ids) for chunk in chunks)
+    pieces = "".join(piece for chunk in chunks for piece in chunk.token_texts)
+    assert pieces == "".join(chunk.text for chunk in chunks) != ""
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ async def ping_through(address: str) -> grpc.StatusCode:
 
 
 async def test_a_client_that_pings_through_a_silent_round_is_kept(door: Door) -> None:
-    door.link.pause_s = 5.0
+    door.link.pause_s = 7.0
     assert await ping_through(door.address) is grpc.StatusCode.OK
 
 
@@ -289,7 +291,7 @@ async def test_a_server_with_default_options_sends_that_client_away() -> None:
 
     class Silent(pb_grpc.GenerationServicer):
         async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
-            await asyncio.sleep(5.0)
+            await asyncio.sleep(7.0)
             yield pb.GenerateResponse()
 
     server = grpc.aio.server()

@@ -100,7 +100,10 @@ def test_a_cluster_that_answers_is_joined(
     ("arguments", "words"),
     [
         (["serve"], ["target.path", "name a model"]),
-        (["serve", "--target", "/nowhere/model", "--address", "local"], ["/nowhere/model"]),
+        (
+            ["serve", "--target", "/nowhere/m", "--draft-placement", "none", "--address", "local"],
+            ["path", "/nowhere/m"],
+        ),
         (["serve", "--draft-placement", "far"], ["draft.placement", "far", "remote"]),
         (["serve", "--set", "draft.tale=1"], ["draft.tale", "did you mean draft.tail"]),
         (["serve", "--config", "/nowhere.toml"], ["/nowhere.toml"]),

@@ -214,4 +214,4 @@ def test_arguments_that_cannot_be_meant_are_named() -> None:
         ("d2t: 7 entries", dict(d2t=torch.arange(7))),
     ):
         with pytest.raises(ValueError, match=name):
-            draft_and_pack(logits, parameters(1.0), keys([0]), **options)  # type: ignore[arg-type]
+            draft_and_pack(logits, parameters(1.0), keys([0]), **options)

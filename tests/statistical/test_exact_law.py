@@ -259,7 +259,8 @@ def test_every_path_of_a_round(
 
 
 def shifted_rows(self: Any) -> Tensor:
-    return (self.first_rows[self.owners] + self.offsets - 1).clamp(min=0)
+    rows: Tensor = (self.first_rows[self.owners] + self.offsets - 1).clamp(min=0)
+    return rows
 
 
 MUTATIONS: list[tuple[str, str, Any]] = [
