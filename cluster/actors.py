@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from outrider.cluster.config import ServiceConfig
+from outrider.cluster.errors import Unavailable
 from outrider.cluster.placement import Handle
 from outrider.cluster.status import ServiceStatus
 from outrider.cluster.threads import use_threads
@@ -190,17 +192,22 @@ class RayControl:
 
     async def status(self) -> ServiceStatus:
         """See ControlPlane."""
-        status: ServiceStatus = await self._controller.status.remote()
+        status: ServiceStatus = await self._answer(self._controller.status.remote())
         return status
 
     async def scale(self, drafters: int | None, verifiers: int | None) -> tuple[int, int]:
         """See ControlPlane."""
-        from outrider.cluster.errors import Unavailable
-
-        outcome: Loaded = await self._controller.scale.remote(drafters, verifiers)
+        call = self._controller.scale.remote(drafters, verifiers)
+        outcome: Loaded = await self._answer(call)
         if outcome.error is not None:
             raise Unavailable(outcome.error)
         return outcome.facts["drafters"], outcome.facts["verifiers"]
+
+    async def _answer(self, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except RayActorError as error:
+            raise Unavailable("the service's controller is gone") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 NAME_TIMEOUT_S = 10.0
 DRAIN_POLL_S = 0.05
 STATUS_TIMEOUT_S = 2.0
+LOAD_POLL_S = 0.5
 
 
 _remote: Any = ray.remote  # its type stubs know nothing of concurrency groups
@@ -70,7 +71,7 @@ class Replica:
 class Controller:
     """Desired and actual actors of one service; runs as an actor itself.
 
-    `start`, `scale` and `stop` take turns; `status` answers at any time.
+    `start` and `scale` take turns; `stop` ends a wait of theirs; `status` answers at any time.
     """
 
     def __init__(self, config: ServiceConfig) -> None:
@@ -153,6 +154,7 @@ class Controller:
             version=_version(),
         )
 
+    @ray.method(concurrency_group="control")
     def stop(self, grace_s: float) -> None:
         """Lets requests end within the grace, then ends every actor."""
         self._stopping.set()
@@ -188,7 +190,7 @@ class Controller:
             for replica in new
         }
         try:
-            done, late = ray.wait(list(loads), num_returns=len(loads), timeout=timeout)
+            done, late = self._loaded(list(loads), timeout)
             if late:
                 raise StartError(self._overdue(role, [loads[one] for one in late], timeout))
             for one in done:
@@ -205,6 +207,17 @@ class Controller:
                     self._gateway.add_verifier.remote(replica.name, replica.handle),
                     self._config.control.call_timeout_s,
                 )
+
+    def _loaded(self, loads: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        """Waits for loads, but not on when the service is to stop."""
+        give_up = time.monotonic() + timeout
+        while True:
+            left = min(LOAD_POLL_S, give_up - time.monotonic())
+            done, late = ray.wait(loads, num_returns=len(loads), timeout=max(0.0, left))
+            if not late or left < LOAD_POLL_S:
+                return done, late
+            if self._stopping.is_set():
+                raise StartError("the service is stopping")
 
     def _create(self, role: str) -> Replica:
         serial = self._serials[role]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from outrider.cluster.status import ServiceStatus
 logger = logging.getLogger(__name__)
 
 PROBE_S = 5.0
+LOCAL_CPUS = 16
 CLAIM_S = 10.0
 LOCAL_STORE_BYTES = 256 * 2**20
 
@@ -39,7 +41,7 @@ def connect(address: str | None, config: ServiceConfig, environment: Environment
     if not config.target.path:
         raise ConfigError("target.path", "", "name a model folder, a .gguf file or a hub id")
     if address == "local":
-        return _start_local(config, environment)
+        return _start_local(config)
     if address is not None:
         if not _answers(address):
             raise ConfigError(
@@ -51,7 +53,7 @@ def connect(address: str | None, config: ServiceConfig, environment: Environment
     found = environment.ray_address or _left_address(environment)
     if found is not None and found != "local" and _answers(found):
         return _join(found)
-    return _start_local(config, environment)
+    return _start_local(config)
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _join(address: str) -> str:
     return f"joined the Ray cluster at {address}"
 
 
-def _start_local(config: ServiceConfig, environment: Environment) -> str:
+def _start_local(config: ServiceConfig) -> str:
     resources = config.resources
     wanted = config.counts.verifiers * resources.verifier_cpus
     if config.placement == "remote":
@@ -181,8 +183,9 @@ def _start_local(config: ServiceConfig, environment: Environment) -> str:
     ray.init(
         address="local",
         namespace=NAMESPACE,
-        # Ray's CPUs are only names here: what computes is bounded by the actors' threads.
-        num_cpus=max(environment.cores, int(wanted + 0.999)),
+        # Ray's CPUs are only names here: what computes is bounded by the actors' threads. There is
+        # room to scale up; whether the cores are enough for it is for the person to see.
+        num_cpus=max(LOCAL_CPUS, math.ceil(wanted)),
         object_store_memory=LOCAL_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,

@@ -42,7 +42,10 @@ def assemble(
         bounds = step.packed.cu_support.cpu().numpy()
         ids = step.packed.support_ids.cpu().numpy()
         weights = step.packed.support_weights.cpu().numpy()
+        failed = step.packed.failed.cpu().numpy()
         for row, entry in enumerate(step.entries):
+            if failed[row]:
+                continue  # logits that were not finite: the chain ends before this place
             span = slice(int(bounds[row]), int(bounds[row + 1]))
             chains[entry].append((int(tokens[row]), ids[span], weights[span]))
     flat = [token for chain in chains for token in chain]

@@ -247,10 +247,6 @@ class Eagle3Drafter:
         steps: list[DraftedStep] = []
         active = list(range(len(turns)))
         for step in range(max(turn.drafts for turn in turns)):
-            still = [i for i, a in enumerate(active) if turns[a].drafts > step]
-            active = [active[i] for i in still]
-            if len(still) < hidden.shape[0]:
-                hidden = hidden[still]
             chosen = [turns[a] for a in active]
             packed = self.sampler.draft_and_pack(
                 self.head.logits(hidden),
@@ -261,16 +257,18 @@ class Eagle3Drafter:
                 max_support=self.settings.max_support,
             )
             steps.append(DraftedStep(tuple(active), packed))
-            onward = [i for i, turn in enumerate(chosen) if turn.drafts > step + 1]
-            if onward:
-                active = [active[i] for i in onward]
-                hidden = self._forward(
-                    hidden[onward],
-                    packed.token_ids[onward].long(),
-                    [turns[a].request.sequence for a in active],
-                    [turns[a].committed - 1 + step for a in active],
-                    [1] * len(active),
-                )
+            ended = packed.failed.tolist()
+            onward = [i for i, t in enumerate(chosen) if t.drafts > step + 1 and not ended[i]]
+            if not onward:
+                break
+            active = [active[i] for i in onward]
+            hidden = self._forward(
+                hidden[onward],
+                packed.token_ids[onward].long(),
+                [turns[a].request.sequence for a in active],
+                [turns[a].committed - 1 + step for a in active],
+                [1] * len(active),
+            )
         return steps
 
     def _forward(

@@ -249,3 +249,18 @@ def test_training_steps_are_what_drafting_does(world) -> None:
                 hidden = drafter._forward(
                     hidden, text[0, row + 2 + step][None], [sequence], [row + 1 + step], [1]
                 )
+
+
+def test_broken_features_end_their_own_chain_alone(world) -> None:
+    head, table, fused, tokens = world
+    drafter = make_drafter(head, table)
+    for i in (1, 2):
+        drafter.open(opening(i, tokens[:10], SAMPLED))
+    broken = fused[:9].clone()
+    broken[8] = float("nan")
+    batch = drafter.propose(
+        verdict([(1, 0, broken, tokens[1:10], 3), (2, 0, fused[:9], tokens[1:10], 3)])
+    )
+    batch.validate(61)
+    lengths = dict(zip(batch.request_ids.tolist(), np.diff(batch.cu_num_draft_tokens), strict=True))
+    assert lengths == {1: 0, 2: 3}

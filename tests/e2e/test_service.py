@@ -199,6 +199,23 @@ def test_what_is_missing_is_named_within_the_time_limit(models: Path, local_ray:
         pass
 
 
+def test_a_scale_that_finds_no_place_does_not_hold_up_the_end(
+    models: Path, local_ray: None
+) -> None:
+    overrides = {"draft.placement": "none", "resources.verifier_cpus": 2.5}
+    with running(models, service="crowded", **overrides) as (service, client):
+        with ThreadPoolExecutor(1) as threads:
+            scaling = threads.submit(client.scale, verifiers=2)
+            time.sleep(2.0)
+            assert len(ask(client, PROMPTS[0], None).token_ids) == 24
+            began = time.monotonic()
+            service.stop(1.0)
+            assert time.monotonic() - began < 15
+            with pytest.raises(CallFailed) as failure:
+                scaling.result(timeout=30)
+        assert failure.value.code is grpc.StatusCode.UNAVAILABLE
+
+
 def test_labelled_nodes_that_are_missing_are_named(models: Path, local_ray: None) -> None:
     overrides = {"resources.labels": "always", "control.start_timeout_s": 3.0}
     with pytest.raises(StartError, match="no node with the label outrider-role=drafter"):
