@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python 3.11 and a package index; `.venv` is made once.
 PYTHON ?= python3.11
 BIN := .venv/bin
-SOURCES := cluster drafter kernels protos verifier tests outrider
+SOURCES := benchmarks cluster drafter kernels protos verifier tests outrider
 PACKAGES := cluster drafter kernels protos verifier
 
 .PHONY: demo test lint serve protos clean

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from outrider.cluster.config import ServiceConfig
-from outrider.cluster.errors import Unavailable
+from outrider.cluster.errors import InvalidRequest, Unavailable
 from outrider.cluster.placement import Handle
 from outrider.cluster.status import ServiceStatus
 from outrider.cluster.threads import use_threads
@@ -29,9 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """What an actor says when it is ready, or the one line that says why it cannot be."""
+    """What an actor says when it is ready, or the one line that says why it cannot be.
+
+    invalid: what was asked for can never be, not even later.
+    """
 
     error: str | None = None
+    invalid: bool = False
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -200,7 +204,7 @@ class RayControl:
         call = self._controller.scale.remote(drafters, verifiers)
         outcome: Loaded = await self._answer(call)
         if outcome.error is not None:
-            raise Unavailable(outcome.error)
+            raise InvalidRequest(outcome.error) if outcome.invalid else Unavailable(outcome.error)
         return outcome.facts["drafters"], outcome.facts["verifiers"]
 
     async def _answer(self, call: Awaitable[Any]) -> Any:

@@ -102,8 +102,9 @@ class Controller:
         """Changes the counts and waits until they are reached."""
         if drafters is not None and self._config.placement != "remote":
             return Loaded(
+                invalid=True,
                 error=f"drafters: {drafters} is not usable; this service's draft placement is "
-                f"{self._config.placement}, so that it has no drafter actors"
+                f"{self._config.placement}, so that it has no drafter actors",
             )
         with self._lock:
             before = dict(self._desired)

@@ -28,7 +28,7 @@ class PackedLinear(nn.Module):
 
 def pack_linears(module: nn.Module) -> None:
     """Replaces the bfloat16 linear layers below `module`, where the processor can run them."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return

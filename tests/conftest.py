@@ -15,7 +15,6 @@ from outrider.cluster.gateway import Gateway, GatewayServer
 from outrider.cluster.requests import Limits
 from tests.cluster.support import (
     POSITIONS,
-    WORDS,
     Door,
     LocalVerifier,
     NoControl,
@@ -25,6 +24,7 @@ from tests.cluster.support import (
     start_engine,
     tiny_config,
 )
+from tests.models import WORDS
 
 
 @pytest.fixture(scope="session")

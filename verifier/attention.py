@@ -14,7 +14,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +140,10 @@ def _group(
     size, rows = len(segments), max(s.rows for s in segments)
     keys = max(s.context for s in segments)
     causal = chunk and segments[0].context == rows
-    queries, outputs, picked, table = [], [], [], []
+    queries: list[int] = []
+    outputs: list[int] = []
+    picked: list[int] = []
+    table: list[int] = []
     blocks = -(-keys // block_size)
     for number, (segment, first) in enumerate(zip(segments, first_rows, strict=True)):
         queries += [first + min(row, segment.rows - 1) for row in range(rows)]
@@ -188,7 +191,9 @@ class AttentionPlane:
     """
 
     _serials = itertools.count()
-    _planes: weakref.WeakValueDictionary[int, AttentionPlane] = weakref.WeakValueDictionary()
+    _planes: ClassVar[weakref.WeakValueDictionary[int, AttentionPlane]] = (
+        weakref.WeakValueDictionary()
+    )
 
     def __init__(self, pool: KVPool, num_heads: int) -> None:
         self.pool = pool

@@ -77,8 +77,9 @@ def load_model(config: TargetConfig, device: torch.device) -> Any:
     if source.gguf is not None:
         extra["quantization_config"] = GgufConfig(dequantize=True)
     attention.register()
+    loaded: Any  # the model and, because of output_loading_info, what was found of it
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             source.name,
             dtype=getattr(torch, config.dtype),
             use_safetensors=True,
@@ -89,6 +90,7 @@ def load_model(config: TargetConfig, device: torch.device) -> Any:
         )
     except OSError as error:
         raise _unreadable(config.path, error) from error
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise InvalidField(

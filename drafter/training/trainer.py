@@ -244,7 +244,7 @@ class Trainer:
                 self.head, self.embedding, self.draft_rows, self.rope, batch, self.plan.unroll
             )
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.optimizer.step()
         return float(loss.item())

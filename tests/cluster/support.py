@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from outrider.cluster.config import ServiceConfig, load_config
 from outrider.cluster.errors import Unavailable
@@ -33,28 +32,17 @@ from outrider.verifier.link import NullLink
 from outrider.verifier.target import Target
 from outrider.verifier.types import GenerationRequest, TokenOutput
 from tests.drafter.heads import tiny_head
+from tests.models import WORDS, tiny_model
 
-WORDS = 61
 POSITIONS = 2048
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}w1"
 
 
 def save_target(folder: Path) -> None:
-    """Writes the target and its tokenizer."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=POSITIONS,
-        bos_token_id=None,
-        eos_token_id=0,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    """Writes the target, with room for long answers, and its tokenizer."""
+    model = tiny_model()
+    model.config.max_position_embeddings = POSITIONS
+    model.save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w2"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0")
@@ -83,22 +71,6 @@ def tiny_config(models: Path, **overrides: object) -> ServiceConfig:
         "control.start_timeout_s": 120.0,
     }
     return load_config(None, {**fields, **overrides})
-
-
-def greedy(models: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers' own `generate` answers, without a stop at the end of sequence."""
-    model = LlamaForCausalLM.from_pretrained(models / "target", dtype=torch.float32)
-    # Rows of the output matrix beyond the words are padding and never an answer.
-    answer = model.generate(
-        torch.tensor([list(prompt)]),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        suppress_tokens=list(range(WORDS, 64)),
-    )
-    tokens: list[int] = answer[0, len(prompt) :].tolist()
-    return tokens
 
 
 class LocalVerifier:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,7 +20,8 @@ from outrider.cluster.verifiers import VerifierLost
 from outrider.protos import outrider_pb2 as pb
 from outrider.protos import outrider_pb2_grpc as pb_grpc
 from outrider.verifier.types import TokenOutput
-from tests.cluster.support import POSITIONS, WORDS, Door, greedy
+from tests.cluster.support import POSITIONS, Door
+from tests.models import WORDS, greedy
 
 PROMPT = [5, 9, 17, 3, 44]
 
@@ -38,7 +38,7 @@ def chat(text: str) -> list[dict[str, str]]:
 
 async def test_the_answer_is_the_targets_own(client: AsyncClient, door: Door, models: Path) -> None:
     answer = await client.generate(PROMPT, temperature=0, max_tokens=40, ignore_eos=True)
-    expected = greedy(models, PROMPT, 40)
+    expected = list(greedy(tuple(PROMPT), 40))
     assert list(answer.token_ids) == expected
     assert answer.text.split() == [f"w{token}" for token in expected if token != 0]
     assert answer.finish_reason == "length"

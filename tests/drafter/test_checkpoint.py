@@ -142,7 +142,7 @@ def test_h11_pickled_and_sharded_weights_load_alike(folder: Path, tmp_path: Path
 
 def test_pickle_that_runs_code_is_refused(folder: Path, tmp_path: Path) -> None:
     class Payload:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
+        def __reduce__(self) -> tuple[object, tuple[Path]]:
             return (Path.touch, (Path(tmp_path / "touched"),))
 
     (folder / "model.safetensors").unlink()

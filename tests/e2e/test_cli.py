@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.support import greedy
+from tests.models import greedy
 
 COMMAND = [sys.executable, "-m", "outrider.cluster.cli"]
 SMALL = {
@@ -57,7 +57,7 @@ def run(*arguments: str) -> str:
 
 
 def test_every_command_against_a_served_model(
-    served: tuple[str, subprocess.Popen[str]], models: Path
+    served: tuple[str, subprocess.Popen[str]],
 ) -> None:
     address, process = served
     where = ("--address", address)
@@ -65,7 +65,7 @@ def test_every_command_against_a_served_model(
     answer: dict[str, Any] = json.loads(
         run("generate", "w5 w9 w17", *where, "--max-tokens", "12", "--temperature", "0", "--json")
     )
-    expected = greedy(models, [5, 9, 17], 12)
+    expected = list(greedy((5, 9, 17), 12))
     assert answer["token_ids"] == expected[: len(answer["token_ids"])]
     assert answer["finish_reason"] in ("length", "stop")
 

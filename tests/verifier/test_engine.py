@@ -249,7 +249,7 @@ def test_bad_requests_name_the_field_and_leave_others_alone(
     engine = make_engine(NullLink())
     engine.submit(ask(prompt, "good"))
     with pytest.raises(InvalidField) as caught:
-        engine.submit(ask(**{"prompt": (1,), "name": "bad", **fields}))
+        engine.submit(ask((1,), "bad", **fields))
     assert caught.value.field == named
     assert tokens(run(engine)["good"]) == greedy(prompt, COUNT)
 
