@@ -36,7 +36,7 @@ def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-async def test_the_answer_is_the_targets_own(client: AsyncClient, door: Door, models: Path) -> None:
+async def test_the_answer_is_the_targets_own(client: AsyncClient) -> None:
     answer = await client.generate(PROMPT, temperature=0, max_tokens=40, ignore_eos=True)
     expected = list(greedy(tuple(PROMPT), 40))
     assert list(answer.token_ids) == expected
