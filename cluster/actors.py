@@ -92,10 +92,11 @@ class VerifierActor:
         """Reads the target, attaches the drafters, starts the round loop."""
         try:
             threads = use_threads(self._config.resources.verifier_threads)
-            from outrider.cluster.loading import load_link, load_verifier
+            from outrider.cluster.loading import load_verifier
 
-            self._link = load_link(self._config, drafters)
-            self._verifier, facts = load_verifier(self._config, self._link, self._name)
+            self._verifier, self._link, facts = load_verifier(
+                self._config, drafters, self._name, threads
+            )
         except Exception as error:  # the process edge: the controller gets one line
             return _not_loaded(error)
         self._facts = {**_place(), "threads": threads, **facts}

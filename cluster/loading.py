@@ -96,19 +96,28 @@ def target_config(config: ServiceConfig) -> TargetConfig:
 
 
 def load_verifier(
-    config: ServiceConfig, link: DraftLink, sender: str
-) -> tuple[VerifierActor, dict[str, Any]]:
-    """The running engine, and what the service needs to know about it."""
-    target = Target.load(target_config(config))
-    engine = Engine(target, engine_config(config, sender), link)
-    target.warm_up()
-    facts = {
-        "device": str(target.device),
-        "sampler": sampler_for(target.device).name,
-        "vocab_size": target.vocab_size,
-        "max_context": engine.max_context,
-    }
-    return VerifierActor(engine), facts
+    config: ServiceConfig, drafters: Mapping[str, Handle], sender: str, threads: int
+) -> tuple[VerifierActor, DraftLink, dict[str, Any]]:
+    """The running engine, its link, and what the service needs to know about it."""
+    facts: dict[str, Any] = {}
+    links: list[DraftLink] = []
+
+    def build() -> Engine:
+        torch.set_num_threads(threads)
+        links.append(load_link(config, drafters))
+        target = Target.load(target_config(config))
+        engine = Engine(target, engine_config(config, sender), links[0])
+        target.warm_up()
+        facts.update(
+            device=str(target.device),
+            sampler=sampler_for(target.device).name,
+            vocab_size=target.vocab_size,
+            max_context=engine.max_context,
+        )
+        return engine
+
+    verifier = VerifierActor(build)
+    return verifier, links[0], facts
 
 
 def verifier_status(verifier: VerifierActor, link: DraftLink) -> dict[str, Any]:

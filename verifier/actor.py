@@ -1,7 +1,9 @@
 """An engine with a thread of its own, and bounded mail for the gateways it answers.
 
-One thread runs rounds; calls from elsewhere leave a note for it and return. A gateway asks for
-its outputs with one outstanding call at a time, which waits until there is something.
+One thread loads the model, runs the rounds, and does between them what other threads ask for. It
+must be the only one that computes: OpenMP gives every thread that does a team of its own, and once
+teams outnumber the cores it puts them to sleep at every barrier: a fifth of the speed here.
+A gateway asks for its outputs with one outstanding call at a time, which waits for something.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,19 +49,22 @@ class _Pace:
 class VerifierActor:
     """Owns an engine. Every public method may be called from any thread."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """Builds the engine in its thread; whatever `build` raises is raised here."""
         self._changed = threading.Condition()
-        self._engine_lock = threading.Lock()  # a round, or a submission between two rounds
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._mail: dict[str, _Mailbox] = {}
         self._owner: dict[str, str] = {}  # request id -> gateway
         self._pace = _Pace()
-        self._waiting_calls = 0
         self._draining = False
         self._stopping = False
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="rounds", daemon=True)
+        built: Future[Engine] = Future()
+        self._thread = threading.Thread(
+            target=self._live, args=(build, built), name="rounds", daemon=True
+        )
         self._thread.start()
+        self._engine = built.result()
 
     @property
     def tokenizer(self) -> Any | None:
@@ -67,19 +74,20 @@ class VerifierActor:
     def submit(self, gateway: str, requests: Sequence[GenerationRequest]) -> list[Refusal | None]:
         """Queues requests; per request None, or why it was refused."""
         self._check()
-        answers = [self._submit(gateway, request) for request in requests]
-        with self._changed:
-            self._changed.notify_all()
+        answers: list[Refusal | None] = self._between_rounds(
+            lambda: [self._submit(gateway, request) for request in requests]
+        )
         return answers
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Ends requests before the next round; unknown ids are ignored."""
         self._check()
-        with self._between_rounds():
+
+        def cancel() -> None:
             for request_id in request_ids:
                 self._engine.cancel(request_id)
-        with self._changed:
-            self._changed.notify_all()
+
+        self._between_rounds(cancel)
 
     def next_outputs(self, gateway: str, timeout_s: float) -> list[TokenOutput]:
         """What came for a gateway since its last call; waits for something, but not forever."""
@@ -133,43 +141,63 @@ class VerifierActor:
     def _submit(self, gateway: str, request: GenerationRequest) -> Refusal | None:
         if self._draining:
             return Refusal("the verifier is draining; try again", retry=True)
-        with self._between_rounds():
-            try:
-                self._engine.submit(request)
-            except InvalidField as error:
-                return Refusal(str(error), retry=False)
-            except QueueFull as error:
-                return Refusal(str(error), retry=True)
-            with self._changed:
-                self._owner[request.request_id] = gateway
+        try:
+            self._engine.submit(request)
+        except InvalidField as error:
+            return Refusal(str(error), retry=False)
+        except QueueFull as error:
+            return Refusal(str(error), retry=True)
+        with self._changed:
+            self._owner[request.request_id] = gateway
         return None
 
-    def _between_rounds(self) -> _Turn:
-        """The engine, for a moment. The round loop lets waiting calls go first."""
-        return _Turn(self)
+    def _between_rounds(self, call: Callable[[], Any]) -> Any:
+        """Has the round loop make a call before its next round; returns or raises its outcome."""
+        outcome: Future[Any] = Future()
+        with self._changed:
+            self._calls.append((call, outcome))
+            self._changed.notify_all()
+        while True:
+            try:
+                return outcome.result(timeout=_IDLE_S)
+            except TimeoutError:
+                self._check()
+                if not self._thread.is_alive():
+                    raise EngineFailed("the round loop has stopped") from None
 
-    def _run(self) -> None:
+    def _live(self, build: Callable[[], Engine], built: Future[Engine]) -> None:
         try:
-            while not self._stopping:
-                self._wait_for_work()
-                with self._engine_lock:
-                    if self._engine.has_work() and not self._stopping:
-                        began = time.perf_counter()
-                        outputs = self._engine.step()
-                        self._measure(outputs, time.perf_counter() - began)
-                        self._deliver(outputs)
+            engine = build()
+        except Exception as error:  # handed to whoever is waiting for the engine
+            built.set_exception(error)
+            return
+        self._engine = engine
+        built.set_result(engine)
+        try:
+            self._run(engine)
         except Exception as error:  # the thread's edge: every later call reports it
             logger.exception("the round loop has ended")
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _wait_for_work(self) -> None:
-        with self._changed:
-            while self._waiting_calls and not self._stopping:
-                self._changed.wait(_IDLE_S)
-            while not (self._engine.has_work() or self._waiting_calls or self._stopping):
-                self._changed.wait(_IDLE_S)
+    def _run(self, engine: Engine) -> None:
+        while not self._stopping:
+            with self._changed:
+                while not (self._calls or engine.has_work() or self._stopping):
+                    self._changed.wait(_IDLE_S)
+                calls = list(self._calls)
+                self._calls.clear()
+            for call, outcome in calls:
+                try:
+                    outcome.set_result(call())
+                except Exception as error:  # the caller's, not the loop's
+                    outcome.set_exception(error)
+            if engine.has_work() and not self._stopping:
+                began = time.perf_counter()
+                outputs = engine.step()
+                self._measure(outputs, time.perf_counter() - began)
+                self._deliver(outputs)
 
     def _measure(self, outputs: Sequence[TokenOutput], seconds: float) -> None:
         """Counts a round in which every answer was already under way."""
@@ -204,23 +232,3 @@ class VerifierActor:
     def _check(self) -> None:
         if self._error is not None:
             raise EngineFailed(f"the round loop has ended: {self._error!r}") from self._error
-
-
-class _Turn:
-    """Holds the engine between two rounds; announces itself, so that the loop makes way."""
-
-    def __init__(self, actor: VerifierActor) -> None:
-        self._actor = actor
-
-    def __enter__(self) -> None:
-        actor = self._actor
-        with actor._changed:
-            actor._waiting_calls += 1
-        actor._engine_lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        actor = self._actor
-        actor._engine_lock.release()
-        with actor._changed:
-            actor._waiting_calls -= 1
-            actor._changed.notify_all()

@@ -156,5 +156,6 @@ class Door:
 
 def start_engine(config: ServiceConfig, link: NullLink) -> VerifierActor:
     """A running engine in this process."""
-    target = Target.load(target_config(config))
-    return VerifierActor(Engine(target, engine_config(config, "v"), link))
+    return VerifierActor(
+        lambda: Engine(Target.load(target_config(config)), engine_config(config, "v"), link)
+    )
