@@ -89,7 +89,7 @@ def default_feature_layers(num_target_layers: int) -> tuple[int, ...]:
         raise HeadError(
             f"feature_layers: the usual choice {list(layers)} is not increasing for a target of "
             f"{num_target_layers} layers; name eagle_aux_hidden_state_layer_ids in the head's "
-            "config.json (or --feature-layers when training)"
+            "config.json"
         )
     return layers
 
