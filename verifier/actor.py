@@ -1,8 +1,8 @@
 """An engine with a thread of its own, and bounded mail for the gateways it answers.
 
 One thread loads the model, runs the rounds, and does between them what other threads ask for. It
-must be the only one that computes: OpenMP gives every thread that does a team of its own, and once
-teams outnumber the cores it puts them to sleep at every barrier: a fifth of the speed here.
+must be the only one that computes. OpenMP gives every computing thread a team of its own; once the
+teams outnumber the cores it puts them to sleep at every barrier, which costs a fifth of the speed.
 A gateway asks for its outputs with one outstanding call at a time, which waits for something.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider.protos.sampling import InvalidField
@@ -32,13 +32,6 @@ class EngineFailed(RuntimeError):
 
 
 @dataclass
-class _Mailbox:
-    """What one gateway has not fetched yet."""
-
-    outputs: list[TokenOutput] = field(default_factory=list)
-
-
-@dataclass
 class _Pace:
     """Time spent in rounds that only decoded, and the tokens they gave."""
 
@@ -53,10 +46,9 @@ class VerifierActor:
         """Builds the engine in its thread; whatever `build` raises is raised here."""
         self._changed = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._mail: dict[str, _Mailbox] = {}
+        self._mail: dict[str, list[TokenOutput]] = {}  # by gateway, not fetched yet
         self._owner: dict[str, str] = {}  # request id -> gateway
         self._pace = _Pace()
-        self._draining = False
         self._stopping = False
         self._error: Exception | None = None
         built: Future[Engine] = Future()
@@ -93,19 +85,18 @@ class VerifierActor:
         """What came for a gateway since its last call; waits for something, but not forever."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            box = self._mail.setdefault(gateway, _Mailbox())
-            while not box.outputs and self._error is None and not self._stopping:
+            while gateway not in self._mail and self._error is None and not self._stopping:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return []
                 self._changed.wait(left)
-            outputs, box.outputs = box.outputs, []
+            outputs = self._mail.pop(gateway, [])
         if not outputs:
             self._check()
         return outputs
 
     def status(self) -> dict[str, Any]:
-        """The engine's counters, how fast it decodes, and whether it is draining.
+        """The engine's counters, and how fast it decodes.
 
         Raises:
             EngineFailed: the round loop has ended.
@@ -115,20 +106,7 @@ class VerifierActor:
             **asdict(self._engine.stats),
             "decode_tokens": self._pace.tokens,
             "decode_seconds": self._pace.seconds,
-            "draining": self._draining,
         }
-
-    def drain(self, timeout_s: float) -> bool:
-        """Takes no more requests and waits for those in flight; whether all have ended."""
-        self._draining = True
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while self._owner and self._error is None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(min(left, _IDLE_S))
-        return True
 
     def shutdown(self) -> None:
         """Stops the round loop after the round under way, and lets the link go."""
@@ -139,8 +117,6 @@ class VerifierActor:
         self._engine.link.close_link()
 
     def _submit(self, gateway: str, request: GenerationRequest) -> Refusal | None:
-        if self._draining:
-            return Refusal("the verifier is draining; try again", retry=True)
         try:
             self._engine.submit(request)
         except InvalidField as error:
@@ -213,11 +189,10 @@ class VerifierActor:
                 gateway = self._owner.get(output.request_id)
                 if gateway is None:
                     continue
-                box = self._mail.setdefault(gateway, _Mailbox())
-                box.outputs.append(output)
+                self._mail.setdefault(gateway, []).append(output)
                 if output.finish_reason is not None:
                     del self._owner[output.request_id]
-            lost = [name for name, box in self._mail.items() if len(box.outputs) > MAX_MAIL]
+            lost = [name for name, box in self._mail.items() if len(box) > MAX_MAIL]
             for name in lost:
                 self._abandon(name)
             self._changed.notify_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from outrider.drafter.checkpoint import save_head
 from outrider.drafter.head_config import HeadConfig, HeadError, default_feature_layers
 from outrider.drafter.training.corpus import Corpus, open_corpus, read_chats, write_corpus
 from outrider.drafter.training.generate import read_prompts, write_chats
+from outrider.drafter.training.overlap import write_fingerprints
 from outrider.drafter.training.plot import plot_training
 from outrider.drafter.training.trainer import (
     Trainer,
     TrainingPlan,
-    Validation,
     draft_vocabulary,
     start_head,
 )
+from outrider.drafter.training.validation import Validation
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def train_head(
     trainer.resume()
     result = trainer.run()
     save_head(trainer.head, out)
+    write_fingerprints(_prompts(corpus, tokenizer), out / "training_prompts.npy")
     plot_training(work / "log.jsonl", out / "training.png")
     (out / "training.json").write_text(
         json.dumps({"plan": asdict(plan), "validation": asdict(result)}, indent=2) + "\n",
@@ -140,6 +143,14 @@ def held_out_chats(corpus: Corpus, one_in: int) -> list[int]:
             "validation; give more chats"
         )
     return held
+
+
+def _prompts(corpus: Corpus, tokenizer: Any) -> Iterator[str]:
+    """The text of every prompt, held out or not: all of them took part in choosing the head."""
+    for i in range(len(corpus)):
+        start = int(corpus.offsets[i])
+        ids = corpus.tokens[start : start + int(corpus.prompts[i])].tolist()
+        yield tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _training_answers(corpus: Corpus, held: list[int]) -> Any:

@@ -48,13 +48,12 @@ class StepRows:
     """One unrolled step, restricted to the rows whose predicted token is part of the answer.
 
     rows [B, T] bool; hidden [R, H], the head's outputs; target_hidden [R, H], the lm_head's
-    inputs at the predicting positions; next_tokens [R] int64, what the text went on with.
+    inputs at the predicting positions.
     """
 
     rows: Tensor
     hidden: Tensor
     target_hidden: Tensor
-    next_tokens: Tensor
 
 
 def unroll(
@@ -68,7 +67,7 @@ def unroll(
     """
     rows = batch.tokens.shape[1] - 1
     index = torch.arange(rows, device=batch.tokens.device)
-    tokens = F.pad(batch.tokens, (0, steps + 1))
+    tokens = F.pad(batch.tokens, (0, steps))
     target_hidden = F.pad(batch.hidden, (0, 0, 0, steps))
     hidden = head.fc(batch.features[:, :-1])
     causal = torch.ones(rows, rows, dtype=torch.bool, device=index.device).tril()
@@ -87,7 +86,6 @@ def unroll(
             wanted,
             hidden[wanted],
             target_hidden[:, 1 + step : 1 + step + rows][wanted],
-            tokens[:, 2 + step : 2 + step + rows][wanted],
         )
 
 

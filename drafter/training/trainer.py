@@ -20,7 +20,8 @@ from tqdm import tqdm
 from outrider.drafter.head import Eagle3Head, rope_tables
 from outrider.drafter.head_config import HeadConfig
 from outrider.drafter.training.corpus import Corpus
-from outrider.drafter.training.objective import Batch, training_loss, unroll
+from outrider.drafter.training.objective import Batch, training_loss
+from outrider.drafter.training.validation import Validation, validate
 
 log = logging.getLogger(__name__)
 
@@ -42,22 +43,6 @@ class TrainingPlan:
     validate_every: int = 200
     checkpoint_every: int = 50
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Quality on held-out chats; position is the draft position, from 1.
-
-    agreement: share of positions whose draft argmax is the target's; overlap: mean sum(min(p, q))
-    at temperature 1, over the full vocabulary; acceptance_length_t0 / _t1: expected tokens per
-    target forward for K = number of positions, chains counted along the text.
-    """
-
-    step: int
-    agreement: tuple[float, ...]
-    overlap: tuple[float, ...]
-    acceptance_length_t0: tuple[float, ...]
-    acceptance_length_t1: tuple[float, ...]
 
 
 def draft_vocabulary(
@@ -148,7 +133,9 @@ class Trainer:
             betas=(0.9, 0.95),
         )
         self.step = 0
-        self.epoch_batches: tuple[int, list[list[int]]] = (-1, [])
+        self.epoch = -1
+        self.epoch_end = 0  # the step at which the epoch's batches are used up
+        self.epoch_batches: list[list[int]] = []
 
     def resume(self) -> bool:
         """Continues from the folder's checkpoint, if there is one."""
@@ -193,38 +180,16 @@ class Trainer:
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
-    @torch.no_grad()
     def validate(self) -> Validation:
-        """Quality on the held-out chats, teacher-forced, in the target's full vocabulary."""
-        sums = torch.zeros(4, self.plan.unroll, dtype=torch.float64)
-        counts = torch.zeros(self.plan.unroll, dtype=torch.float64)
-        ids = self.head.target_ids()
-        for start in range(0, len(self.held_out), 4):
-            batch = self._batch(self.held_out[start : start + 4])
-            shape = (batch.tokens.shape[0], batch.tokens.shape[1] - 1)
-            chain_t0, chain_t1 = torch.ones(shape), torch.ones(shape)
-            with torch.autocast("cpu", torch.bfloat16):
-                for number, step in enumerate(
-                    unroll(self.head, self.embedding, self.rope, batch, self.plan.unroll)
-                ):
-                    p = (step.target_hidden @ self.lm_head.T).float().softmax(-1)
-                    q = self.head.logits(step.hidden).float().softmax(-1)
-                    same = (ids[q.argmax(-1)] == p.argmax(-1)).float()
-                    overlap = torch.minimum(p[:, ids], q).sum(-1)
-                    chain_t0[step.rows] *= same
-                    chain_t1[step.rows] *= overlap
-                    counts[number] += len(same)
-                    values = (same, overlap, chain_t0[step.rows], chain_t1[step.rows])
-                    for row, value in enumerate(values):
-                        sums[row, number] += value.sum().item()
-        mean = sums / counts.clamp(min=1)
-        lengths = 1 + mean[2:].cumsum(-1)
-        result = Validation(
+        """Quality on the held-out chats."""
+        result = validate(
+            self.head,
+            self.embedding,
+            self.lm_head,
+            self.rope,
+            (self._batch(self.held_out[i : i + 4]) for i in range(0, len(self.held_out), 4)),
+            self.plan.unroll,
             self.step,
-            tuple(mean[0].tolist()),
-            tuple(mean[1].tolist()),
-            tuple(lengths[0].tolist()),
-            tuple(lengths[1].tolist()),
         )
         log.info(
             "step %d: expected acceptance length for K=1..%d at temperature 0: %s, at 1: %s",
@@ -258,14 +223,12 @@ class Trainer:
 
     def _next_batch(self) -> list[int]:
         """The batch of this step: a pure function of the seed and the step, so resuming repeats
-        nothing."""
-        total = int(self.corpus.lengths()[self.training].sum())
-        per_epoch = max(1, total // self.plan.tokens_per_step)
-        epoch, within = divmod(self.step, per_epoch)
-        if self.epoch_batches[0] != epoch:
-            self.epoch_batches = (epoch, self._epoch(epoch))
-        batches = self.epoch_batches[1]
-        return batches[within % len(batches)]
+        nothing. Every epoch is used whole."""
+        while self.step >= self.epoch_end:
+            self.epoch += 1
+            self.epoch_batches = self._epoch(self.epoch)
+            self.epoch_end += len(self.epoch_batches)
+        return self.epoch_batches[self.step - self.epoch_end]  # counted from the epoch's end
 
     def _epoch(self, epoch: int) -> list[list[int]]:
         """Chats of like length share a batch (little padding); batches come in random order."""

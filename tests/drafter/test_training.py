@@ -25,6 +25,7 @@ from outrider.drafter.training.generate import read_prompts, write_chats
 from outrider.drafter.training.objective import TOTAL_VARIATION_SHARE, _AcceptanceLoss
 from outrider.drafter.training.overlap import fingerprints
 from outrider.drafter.training.trainer import TrainingPlan, draft_vocabulary
+from outrider.drafter.training.validation import walk
 
 MT_BENCH = Path(__file__).parents[1] / "data" / "mt_bench_questions.jsonl"
 SHIPPED = Path(__file__).parents[2] / "drafter" / "heads" / "smollm2-135m-instruct"
@@ -59,7 +60,7 @@ def chats(tmp_path: Path) -> Path:
 
 def run(target: LlamaForCausalLM, chats: Path, out: Path, plan: TrainingPlan):
     data = TrainingData(data=chats, held_out=4)
-    return train_head(target, None, data, HeadShape(draft_vocab_size=40), plan, out)
+    return train_head(target, _Tokenizer(), data, HeadShape(draft_vocab_size=40), plan, out)
 
 
 def test_loss_and_gradients_are_the_stated_blend() -> None:
@@ -82,6 +83,30 @@ def test_loss_and_gradients_are_the_stated_blend() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4)
 
 
+def test_walk_expects_what_rounds_would_do() -> None:
+    rng = np.random.default_rng(0)
+    steps, chats, rows = 3, 2, 40
+    accept = rng.random((steps, chats, rows))
+    prompts, lengths = [4, 7], [41, 33]
+    tokens = rounds = 0
+    draws = 4000
+    for _ in range(draws):
+        for chat in range(chats):
+            row = prompts[chat] - 1
+            while row + 2 < lengths[chat]:
+                accepted = 0
+                while accepted < steps and rng.random() < accept[accepted, chat, row]:
+                    accepted += 1
+                row += 1 + accepted
+                tokens += 1 + accepted
+                rounds += 1
+    walked = walk(torch.from_numpy(accept), torch.tensor(prompts), torch.tensor(lengths))
+    # A mean of some 150,000 rounds: 0.01 is more than three standard errors.
+    assert walked[0] / walked[1] == pytest.approx(tokens / rounds, abs=0.01)
+    every_position = 1 + np.cumprod(accept, 0).sum(0).mean()
+    assert abs(every_position - tokens / rounds) > 0.02  # what the walk corrects
+
+
 def test_interrupted_run_ends_as_an_uninterrupted_one(target, chats: Path, tmp_path: Path) -> None:
     whole = run(target, chats, tmp_path / "whole", PLAN)
     half = tmp_path / "half"
@@ -92,7 +117,8 @@ def test_interrupted_run_ends_as_an_uninterrupted_one(target, chats: Path, tmp_p
     ours = load_head(half, 8, torch.float32).state_dict()
     for name, tensor in load_head(tmp_path / "whole", 8, torch.float32).state_dict().items():
         assert torch.equal(ours[name], tensor), name
-    for made in ("training.png", "training.json", "config.json", "model.safetensors"):
+    made_by_training = ("training.png", "training.json", "training_prompts.npy")
+    for made in (*made_by_training, "config.json", "model.safetensors"):
         assert (half / made).stat().st_size > 0
 
 

@@ -26,7 +26,7 @@ def plain(prompt: tuple[int, ...], parameters: SamplingParameters) -> tuple[int,
     for _ in range(COUNT):
         with torch.no_grad():
             row = model(torch.tensor([text])).logits[0, -1, :WORDS].clone()
-        row = repetition(torch.tensor([text]), row[None])[0]
+        row = repetition(torch.LongTensor([text]), torch.FloatTensor(row[None]))[0]
         for token in set(text[len(prompt) :]):
             count = text[len(prompt) :].count(token)
             row[token] -= parameters.frequency_penalty * count + parameters.presence_penalty
